@@ -1,0 +1,220 @@
+"""Profile parameters (identity: what changes output bytes) and machine settings (placement: what does not).
+
+Takes ``params.yaml`` and the untracked ``machine.yaml``; gives frozen, validated pydantic models. YAML is read as
+YAML 1.2, the way DVC reads it (``1e-4`` is a number, ``yes`` is a string).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from eyas.errors import EyasError
+
+_M = TypeVar("_M", bound=BaseModel)
+PARAMS_FILE = Path("params.yaml")
+MACHINE_FILE = Path("machine.yaml")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetParams(_Section):
+    """The model whose decoding is to become faster."""
+
+    source: str = Field(description="`bundled:smollm2-135m`, a local directory, or a Hugging Face hub id")
+    revision: str | None = Field(None, description="commit of a hub id")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("auto", description="compute type in the engine")
+    max_model_len: int = Field(gt=0, description="longest context in tokens")
+    trust_remote_code: bool = False
+
+
+class SourceParams(_Section):
+    """One place that conversations come from."""
+
+    source: str = Field(description="`package:<name>` of the bundled catalogue, or a path to a JSONL file")
+    cap: int | None = Field(None, gt=0, description="keep at most so many conversations")
+
+
+class DatasetParams(_Section):
+    """Conversations, their split, and the prompt sets for benchmarking."""
+
+    sources: list[SourceParams] = Field(min_length=1)
+    max_turns: int = Field(2, gt=0, description="keep at most so many user turns of a conversation")
+    max_prompt_chars: int = Field(600, gt=0, description="set aside conversations with a longer user turn")
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    max_rejected_share: float = Field(0.5, ge=0, le=1, description="more rejected rows than this is an error")
+    benchmark_sets: list[SourceParams] = Field(default_factory=list, description="prompt sets that training never sees")
+
+
+class ResponseParams(_Section):
+    """How the target answers."""
+
+    temperature: float = Field(0.7, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(gt=0, description="longest answer in tokens")
+    seed: int = 0
+    greedy_probes: int = Field(
+        8, ge=1, description="validation prompts answered greedily for the extraction self-check"
+    )
+
+
+class ExtractParams(_Section):
+    """Which hidden states are recorded and how they are kept."""
+
+    layers: list[int] = Field(min_length=2, description="vLLM layer ids; the last is the final layer, before the norm")
+    codec: Literal["none", "lossless", "fp8"] = "lossless"
+    shard_mib: int = Field(2048, gt=0, description="shards are closed at about this size (uncompressed)")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> ExtractParams:
+        if self.layers != sorted(set(self.layers)):
+            raise ValueError(f"layers must be distinct and ascending, got {self.layers}")
+        return self
+
+
+class VocabParams(_Section):
+    """The draft vocabulary."""
+
+    draft_vocab_size: int = Field(gt=0)
+
+
+class DraftParams(_Section):
+    """The shape of the draft head (speculators' Eagle3SpeculatorConfig)."""
+
+    num_layers: int = Field(1, ge=1, le=2)
+    intermediate_size: int | None = Field(None, description="default: the target's")
+    norm_before_residual: bool = True
+    norm_before_fc: bool = True
+    norm_output: bool = True
+
+
+class TrainParams(_Section):
+    """Optimisation of the draft head."""
+
+    epochs: int = Field(gt=0)
+    lr: float = Field(gt=0)
+    warmup_share: float = Field(0.05, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    tokens_per_step: int = Field(gt=0, description="tokens in one packed batch")
+    ttt_steps: int = Field(3, ge=1)
+    ttt_decay: float = Field(1.0, gt=0, le=1)
+    loss: Literal["kl_div", "ce", "tv", "lk_hybrid"] = "kl_div"
+    autocast: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="compute type; master weights stay float32"
+    )
+    seed: int = 0
+
+
+class BenchmarkParams(_Section):
+    """Serving with vLLM: plain, n-gram and the trained head."""
+
+    num_speculative_tokens: int = Field(3, ge=1)
+    ngram_lookup_max: int = Field(4, ge=1)
+    max_tokens: int = Field(gt=0)
+    concurrency: int = Field(ge=1)
+    heldout_prompts: int = Field(ge=1, description="validation prompts that are served")
+    prompts_per_set: int = Field(ge=0, description="prompts of each benchmark set that are served")
+
+
+class Profile(_Section):
+    """All identity parameters of one profile."""
+
+    target: TargetParams
+    dataset: DatasetParams
+    responses: ResponseParams
+    extract: ExtractParams
+    vocab: VocabParams
+    draft: DraftParams
+    train: TrainParams
+    benchmark: BenchmarkParams
+
+
+class Machine(_Section):
+    """Placement: recorded in the provenance, changes nothing downstream."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    max_num_batched_tokens: Annotated[int, Field(ge=64)] = 4096
+    cpu_kv_cache_gib: Annotated[int, Field(ge=1)] = 2
+    threads: Annotated[int | None, Field(ge=1, description="CPU threads of a stage; default: all cores")] = None
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse a YAML 1.2 file.
+
+    Raises:
+        EyasError: the file is missing or is not YAML.
+    """
+    if not path.is_file():
+        raise EyasError(f"{path}: no such file; run Eyas from the root of its checkout")
+    try:
+        return YAML(typ="safe").load(path)
+    except YAMLError as error:
+        raise EyasError(f"{path}: not valid YAML: {error}") from error
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Names that are allowed at a pydantic error location."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = current.model_fields[part].annotation
+        current = next(
+            (a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)),
+            annotation,
+        )
+    return list(current.model_fields)
+
+
+def _validated(model: type[_M], value: Any, file: Path, prefix: str) -> _M:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            name = ".".join([*([prefix] if prefix else []), *map(str, item["loc"])])
+            if item["type"] == "extra_forbidden":
+                known = _fields_at(model, item["loc"][:-1])
+                lines.append(f"{name}: unknown parameter{_nearest(str(item['loc'][-1]), known)}")
+            else:
+                lines.append(
+                    f"{name}: {item['msg']} (got {item['input']!r})"
+                    if item["type"] != "missing"
+                    else f"{name}: missing"
+                )
+        raise EyasError(f"{file}: " + f"\n{file}: ".join(lines)) from None
+
+
+def load_profile(name: str, file: Path = PARAMS_FILE) -> Profile:
+    """Read and validate one profile.
+
+    Raises:
+        EyasError: unknown profile or parameter (with the nearest right name), a value out of range, a missing file.
+    """
+    content = read_yaml(file)
+    profiles = content.get("profiles") if isinstance(content, dict) else None
+    if not isinstance(profiles, dict):
+        raise EyasError(f"{file}: needs a mapping `profiles`")
+    if name not in profiles:
+        raise EyasError(f"{file}: no profile `{name}`{_nearest(name, list(profiles))}")
+    return _validated(Profile, profiles[name], file, f"profiles.{name}")
+
+
+def load_machine(file: Path = MACHINE_FILE) -> Machine:
+    """Read ``machine.yaml``, or the defaults where there is none."""
+    return _validated(Machine, read_yaml(file) or {}, file, "") if file.exists() else Machine()

@@ -1,0 +1,1 @@
+"""Targets: resolving them, converting the bundled one, saying what they are."""
