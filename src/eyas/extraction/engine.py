@@ -1,0 +1,88 @@
+"""In-process vLLM: one way to start it, for answering, recording and serving.
+
+Takes a target's directory, `TargetParams` and `Machine`; gives a `vllm.LLM`. Start it once a stage: a start costs
+half a minute of imports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.console import Progress, console
+from eyas.errors import EyasError
+from eyas.params import Machine, TargetParams
+from eyas.stage import on_cpu_engine
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+
+def open_engine(
+    directory: Path,
+    target: TargetParams,
+    machine: Machine,
+    *,
+    max_num_seqs: int | None = None,
+    **options: Any,
+) -> LLM:
+    """Start vLLM on a target.
+
+    Args:
+        directory: the target's local directory.
+        target: compute type, context length, whether its code may run.
+        machine: placement.
+        max_num_seqs: sequences in a batch; the machine's own number if not given.
+        options: further `vllm.LLM` arguments (``speculative_config``, ``kv_transfer_config``, …).
+
+    Raises:
+        EyasError: the engine did not start; its own words are in the stage's log.
+    """
+    console.print("starting vLLM …")
+    started = time.monotonic()
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": target.dtype,
+        "max_model_len": target.max_model_len,
+        "trust_remote_code": target.trust_remote_code,
+        "max_num_seqs": max_num_seqs or machine.max_num_seqs,
+        "max_num_batched_tokens": max(machine.max_num_batched_tokens, target.max_model_len),
+        "tensor_parallel_size": machine.tensor_parallel_size,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+        # torch.compile on a CPU costs two more minutes of start for nothing
+        "enforce_eager": on_cpu_engine(),
+    }
+    if not on_cpu_engine():
+        arguments["gpu_memory_utilization"] = machine.gpu_memory_utilization
+    try:
+        engine = LLM(**(arguments | options))
+    except Exception as error:
+        raise EyasError(f"vLLM did not start on {directory}: {type(error).__name__}: {error}") from error
+    console.print(f"vLLM ready after {time.monotonic() - started:.0f} s")
+    return engine
+
+
+def generate(
+    engine: LLM,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    *,
+    description: str,
+) -> list[RequestOutput]:
+    """Run prompts of token ids to their end and return the outputs in the order of the prompts."""
+    with Progress(description, len(prompts), "prompts") as progress:
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            engine.llm_engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+        finished: dict[int, RequestOutput] = {}
+        while engine.llm_engine.has_unfinished_requests():
+            for output in engine.llm_engine.step():
+                if output.finished:
+                    finished[int(output.request_id.split("-")[0])] = output
+                    progress.advance()
+    return [finished[index] for index in range(len(prompts))]
