@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+import torch
+
+from eyas.store.codecs import (
+    E4M3_VALUES,
+    chunk_tokens,
+    decode_fp8,
+    encode_fp8,
+    float32_to_e4m3,
+    rotate,
+    unrotate_in_place,
+)
+
+ALL_WORDS = np.arange(65536, dtype=np.uint16).reshape(-1, 2, 16)
+
+
+def test_rotation_is_undone_for_every_word() -> None:
+    rotated = rotate(ALL_WORDS)
+    assert len(np.unique(rotated)) == 65536
+    unrotate_in_place(rotated)
+    assert np.array_equal(rotated, ALL_WORDS)
+
+
+def test_rotation_puts_the_exponent_into_the_high_byte() -> None:
+    assert np.array_equal(rotate(ALL_WORDS) >> 8, (ALL_WORDS >> 7) & 0xFF)
+
+
+@pytest.mark.parametrize(("hidden", "tokens"), [(1, 256), (576, 64), (2048, 32), (4096, 16), (7168, 16)])
+def test_chunks_have_128_kibibytes_within_limits(hidden: int, tokens: int) -> None:
+    assert chunk_tokens(hidden) == tokens
+
+
+def test_e4m3_values_are_torchs() -> None:
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(E4M3_VALUES, theirs, equal_nan=True)
+
+
+def test_e4m3_rounding_is_torchs_for_every_bf16_in_range() -> None:
+    values = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+    values = values[np.isfinite(values) & (np.abs(values) <= 448)]
+    between = np.nextafter(values, np.float32(0))
+    for tried in (values, between):
+        theirs = torch.from_numpy(tried.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        assert np.array_equal(float32_to_e4m3(tried), theirs)
+
+
+def test_e4m3_saturates_and_keeps_faults_visible() -> None:
+    codes = float32_to_e4m3(np.array([1e9, -1e9, np.nan, np.inf, -np.inf, -0.0], dtype=np.float32))
+    assert E4M3_VALUES[codes[:2]].tolist() == [448, -448]
+    assert np.isnan(E4M3_VALUES[codes[2:5]]).all()
+    assert codes[5] == 0x80
+
+
+def test_fp8_error_is_within_half_a_step_of_the_scale() -> None:
+    values = np.random.default_rng(0).normal(0, 3, (64, 3, 128)).astype(np.float32)
+    hidden_TLH = (values.view(np.uint32) >> 16).astype(np.uint16)
+    exact = (hidden_TLH.astype(np.uint32) << 16).view(np.float32)
+    code_TLH, scale_TL = encode_fp8(hidden_TLH)
+    back = (decode_fp8(code_TLH, scale_TL).astype(np.uint32) << 16).view(np.float32)
+    # half of e4m3's last bit (1/16), bf16's own rounding (1/256), and the subnormal step of the scale
+    limit = np.abs(exact) * (1 / 16 + 1 / 256) + scale_TL[:, :, None] * 2.0**-10
+    assert (np.abs(back - exact) <= limit).all()
+
+
+def test_fp8_of_zeros_and_of_the_smallest_values() -> None:
+    hidden_TLH = np.zeros((2, 1, 4), np.uint16)
+    hidden_TLH[1] = 1
+    code_TLH, scale_TL = encode_fp8(hidden_TLH)
+    assert np.isfinite(scale_TL).all()
+    assert not decode_fp8(code_TLH, scale_TL).any()
