@@ -1,0 +1,1 @@
+"""Conversations: reading, validating, identity and split, decontamination, and the bundled catalogue."""
