@@ -58,7 +58,10 @@ def open_engine(
         # torch.compile on a CPU costs two more minutes of start for nothing
         "enforce_eager": on_cpu_engine(),
     }
-    if not on_cpu_engine():
+    if on_cpu_engine():
+        # vLLM's CPU build crashes where a seeded request's prefill is cut in two ("CPU Generator does not use offset")
+        arguments["enable_chunked_prefill"] = False
+    else:
         arguments["gpu_memory_utilization"] = machine.gpu_memory_utilization
     try:
         engine = LLM(**(arguments | options))

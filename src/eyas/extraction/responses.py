@@ -1,0 +1,109 @@
+"""The target answers every user turn, each in the context of its own earlier answers.
+
+Takes conversations; gives their turns as token ids exactly as generated, with the engine's log-probability of each
+token (natural logarithm, of the unscaled distribution), so that extraction can prove itself on sampled text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from eyas.conversations.loops import is_looped
+from eyas.extraction.engine import generate
+from eyas.params import ResponseParams
+from eyas.templates.chat import ChatTemplate, Message
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass
+class Turn:
+    """One answer: what the target read, what it wrote."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    looped: bool
+
+
+@dataclass
+class Dialogue:
+    """A conversation on its way: the user's turns to come, and what has been said."""
+
+    conversation_id: str
+    split: str
+    source: str
+    kind: str  # "sampled", or "greedy_probe" for the self-check of extraction
+    pending: list[Message]  # system and user turns that are still to be said
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    cut: bool = False  # no room was left in the context for the next answer
+
+
+def dialogue(conversation_id: str, split: str, source: str, kind: str, messages: Sequence[Message]) -> Dialogue:
+    """A dialogue that keeps a conversation's system and user turns and forgets its given answers."""
+    said = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "assistant"]
+    return Dialogue(conversation_id, split, source, kind, said)
+
+
+def _next_prompt(state: Dialogue, template: ChatTemplate) -> list[int]:
+    while state.pending:
+        state.messages.append(state.pending.pop(0))
+        if state.messages[-1]["role"] == "user":
+            break
+    if not state.turns:
+        return template.prompt_ids(state.messages)
+    last = state.turns[-1]
+    return template.next_prompt_ids(state.messages, last.prompt_ids, last.token_ids)
+
+
+def _seed(params: ResponseParams, state: Dialogue) -> int:
+    """A row's own seed, so that answers depend neither on the order of rows nor on which other rows there are."""
+    return (int(state.conversation_id[:12], 16) + 1_000_003 * len(state.turns) + params.seed) % (1 << 31)
+
+
+def answer(
+    engine: LLM, template: ChatTemplate, dialogues: Sequence[Dialogue], params: ResponseParams, max_model_len: int
+) -> None:
+    """Fill in the answers, one round for all first turns, one for all second turns, and so on.
+
+    A dialogue whose next answer would not fit into the context stops there, with ``cut`` set.
+    """
+    from vllm import SamplingParams
+
+    round_number = 0
+    open_dialogues = [d for d in dialogues if any(m["role"] == "user" for m in d.pending)]
+    while open_dialogues:
+        round_number += 1
+        prompts, sampling, asked = [], [], []
+        for state in open_dialogues:
+            prompt = _next_prompt(state, template)
+            if len(prompt) + params.max_tokens > max_model_len:
+                state.messages.pop()
+                state.pending.clear()
+                state.cut = True
+                continue
+            greedy = state.kind == "greedy_probe"
+            prompts.append(prompt)
+            asked.append(state)
+            sampling.append(
+                SamplingParams(
+                    max_tokens=params.max_tokens,
+                    temperature=0.0 if greedy else params.temperature,
+                    top_p=1.0 if greedy else params.top_p,
+                    seed=_seed(params, state),
+                    logprobs=0,
+                )
+            )
+        outputs = generate(engine, prompts, sampling, description=f"answers, turn {round_number}")
+        for state, prompt, output in zip(asked, prompts, outputs, strict=True):
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, ids, strict=True)]
+            state.turns.append(Turn(prompt, ids, logprobs, str(completion.finish_reason), is_looped(ids)))
+            state.messages.append({"role": "assistant", "content": template.decode(ids)})
+        open_dialogues = [d for d in asked if any(m["role"] == "user" for m in d.pending)]

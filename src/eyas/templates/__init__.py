@@ -1,0 +1,1 @@
+"""Chat templates: prompts as token ids, and loss masks from generation boundaries."""
