@@ -117,6 +117,7 @@ class BenchmarkParams(_Section):
     """Serving with vLLM: plain, n-gram and the trained head."""
 
     num_speculative_tokens: int = Field(3, ge=1)
+    ngram_lookup_min: int = Field(2, ge=1, description="shortest n-gram that is looked up")
     ngram_lookup_max: int = Field(4, ge=1)
     max_tokens: int = Field(gt=0)
     concurrency: int = Field(ge=1)

@@ -104,9 +104,14 @@ def process_environment(machine: Machine) -> dict[str, str]:
     return variables
 
 
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends; neither DVC nor a killed stage ends its children."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _prepare_process(machine: Machine) -> None:
-    """Die with the parent (DVC does not kill its child) and start again with the right environment."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Die with the parent, and start again with the right environment."""
+    die_with_parent()
     if os.environ.get(_READY) != str(os.getpid()):
         environment = os.environ | process_environment(machine) | {_READY: str(os.getpid())}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

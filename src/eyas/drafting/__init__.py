@@ -1,0 +1,1 @@
+"""The draft head: its making, its data, its training, its held-out acceptance; the one room that imports speculators."""

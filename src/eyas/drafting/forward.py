@@ -1,0 +1,334 @@
+"""The training-time test over the modules of speculators' `Eagle3DraftModel`, only where something is learned.
+
+Takes a `Batch`; gives the head's states at every depth, and loss, gradient and predictions at supervised slots. It is the
+same function as `Eagle3DraftModel.forward`, without its waste: attention stays inside a document, later depths, output
+head and teacher are computed at supervised slots only, and no logits outlive their chunk.
+Serving agrees with it: depth 0 reads the target's states and fills the cache; depth d sees depth 0's keys up to its
+slot and its own earlier ones, and is fed the token and the state that the depth before gave.
+Shape legend: T slots, N active slots, K depths, C labels in a chunk, M rows in a chunk, H hidden size, V draft vocabulary,
+h attention heads, k key-value heads, g heads a key-value head, d head size, A auxiliary layers times hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel
+from torch import nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from eyas.drafting.data import Batch
+
+_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+# speculators divides by the count plus this
+_REDUCTION_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which slots take part in which depth; index tensors on the batch's device, int64."""
+
+    active_N: torch.Tensor  # slots that weigh in the loss at some depth
+    label_slots: torch.Tensor  # slots whose teacher is asked, ascending
+    rows: list[torch.Tensor]  # by depth: the active row that predicts a label ...
+    labels: list[torch.Tensor]  # ... and which of `label_slots` it is, ascending
+    active_lengths: list[int]  # active slots of each document
+    blocked: list[torch.Tensor]  # bool [active, slots] of each document: keys in the future
+
+
+def make_plan(batch: Batch, depths: int) -> Plan:
+    """Plan a batch: depth d at slot p predicts the teacher of slot p + d, within the same document."""
+    mask_T, device = batch.mask_T, batch.input_ids_T.device
+    slots = torch.arange(len(mask_T))
+    end_T = torch.repeat_interleave(torch.tensor(batch.lengths).cumsum(0), torch.tensor(batch.lengths))
+    counts_KT = torch.zeros(depths, len(mask_T), dtype=torch.bool)
+    for depth in range(depths):
+        label = slots + depth
+        counts_KT[depth] = (label < end_T) & mask_T[label.clamp(max=len(mask_T) - 1)]
+    active_T = counts_KT.any(0)
+    active_N = slots[active_T]
+    row_of_T = active_T.cumsum(0) - 1
+    label_of_T = mask_T.cumsum(0) - 1
+    rows, labels = [], []
+    for depth in range(depths):
+        source = slots[counts_KT[depth]]
+        rows.append(row_of_T[source].to(device))
+        labels.append(label_of_T[source + depth].to(device))
+    active_lengths, blocked = [], []
+    for start, length in zip(_starts(batch.lengths), batch.lengths, strict=True):
+        own = slots[start : start + length][active_T[start : start + length]]
+        active_lengths.append(len(own))
+        blocked.append((slots[start : start + length][None] > own[:, None]).to(device))
+    return Plan(active_N.to(device), slots[mask_T].to(device), rows, labels, active_lengths, blocked)
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _heads(x_TE: torch.Tensor, size: int) -> torch.Tensor:
+    """[T, heads * d] → [heads, T, d]."""
+    return x_TE.unflatten(-1, (-1, size)).transpose(0, 1)
+
+
+def _attend(
+    q_hNd: torch.Tensor,
+    keys_kTd: torch.Tensor,
+    values_kTd: torch.Tensor,
+    own: list[tuple[torch.Tensor, torch.Tensor]],
+    lengths: list[int],
+    plan: Plan | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention document by document: to depth 0's keys up to the query's slot, and to the query's own later keys.
+
+    Args:
+        q_hNd: queries at active slots, or at all slots without a plan.
+        keys_kTd: depth 0's keys at all slots.
+        values_kTd: depth 0's values at all slots.
+        own: keys and values [k, N, d] of the later depths so far, each seen by its own slot alone.
+        lengths: slots of each document.
+        plan: which slots are active.
+        scaling: of the scores.
+
+    Returns:
+        [N, h * d].
+    """
+    kv_heads, size = keys_kTd.shape[0], keys_kTd.shape[-1]
+    queries = plan.active_lengths if plan else lengths
+    q_kgNd = (q_hNd * scaling).unflatten(0, (kv_heads, -1))
+    outputs = []
+    splits = zip(
+        q_kgNd.split(queries, 2),
+        keys_kTd.split(lengths, 1),
+        values_kTd.split(lengths, 1),
+        *[pair.split(queries, 1) for step in own for pair in step],
+        strict=True,
+    )
+    for document, (q, keys, values, *later) in enumerate(splits):
+        groups, count = q.shape[1], q.shape[2]
+        if not count:
+            continue
+        if plan:
+            blocked = plan.blocked[document]
+        else:
+            blocked = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        scores = torch.bmm(q.reshape(kv_heads, groups * count, size), keys.transpose(1, 2))
+        scores = scores.unflatten(1, (groups, count)).masked_fill(blocked, -torch.inf)
+        extra = [(q * key[:, None]).sum(-1, keepdim=True) for key in later[::2]]
+        weights = torch.softmax(torch.cat([scores, *extra], -1), -1).to(values.dtype)
+        past = weights[..., : keys.shape[1]]
+        mixed = torch.bmm(past.flatten(1, 2), values).unflatten(1, (groups, count))
+        for step, value in enumerate(later[1::2]):
+            mixed = mixed + weights[..., keys.shape[1] + step, None] * value[:, None]
+        outputs.append(mixed.flatten(0, 1).transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
+
+
+@dataclass
+class _LayerCache:
+    """Depth 0's rotated keys and values at all slots, later depths' at active slots."""
+
+    keys_kTd: torch.Tensor
+    values_kTd: torch.Tensor
+    own: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _layer(
+    layer: Any,
+    cache: _LayerCache | None,
+    hidden: torch.Tensor,
+    embeds: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    lengths: list[int],
+    plan: Plan,
+    queries: torch.Tensor | None,
+) -> tuple[torch.Tensor, _LayerCache]:
+    """One decoder layer.
+
+    Args:
+        layer: of speculators' model; the first takes embeddings beside the states.
+        cache: depth 0's, or None at depth 0 itself.
+        hidden: [T, H] at depth 0, else [N, H].
+        embeds: for the first layer.
+        rotary: cosine and sine of the rows of `hidden`.
+        lengths: slots of each document.
+        plan: of the batch.
+        queries: at depth 0, the slots that go on; None for all. Keys are made at all slots.
+    """
+    attention = layer.self_attn
+    if embeds is None:
+        residual, normed = hidden, layer.input_layernorm(hidden)
+    else:
+        normed_hidden = layer.hidden_norm(hidden)
+        residual = normed_hidden if layer.norm_before_residual else hidden
+        normed = torch.cat([layer.input_layernorm(embeds), normed_hidden], -1)
+    cos, sin = rotary
+    keys, values = (_heads(p(normed), attention.head_dim) for p in (attention.k_proj, attention.v_proj))
+    if queries is not None:
+        residual, asked, q_cos, q_sin = residual[queries], normed[queries], cos[queries], sin[queries]
+    else:
+        asked, q_cos, q_sin = normed, cos, sin
+    q = _heads(attention.q_proj(asked), attention.head_dim)
+    q = apply_rotary_pos_emb(q[None], q[None, :1], q_cos[None], q_sin[None])[0][0]
+    keys = apply_rotary_pos_emb(keys[None], keys[None, :1], cos[None], sin[None])[0][0]
+    if cache is None:
+        cache = _LayerCache(keys, values, [])
+        within = plan if queries is not None else None
+    else:
+        cache.own.append((keys, values))
+        within = plan
+    mixed = _attend(q, cache.keys_kTd, cache.values_kTd, cache.own, lengths, within, attention.scaling)
+    hidden = residual + attention.o_proj(mixed)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), cache
+
+
+def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
+    """States that the output head reads, at active slots and every depth: [K, N, H].
+
+    Each depth is fed the text's own tokens and the state that the depth before gave: after the final norm where the head
+    has `norm_output`, before it otherwise, as vLLM does.
+    """
+    aux_TA = batch.aux_TA.to(model.fc.weight.dtype)
+    if model.input_norm is not None:
+        aux_TA = model.input_norm(aux_TA)
+    hidden = model.fc(aux_TA)
+    caches: list[_LayerCache | None] = [None] * len(model.layers)
+    outputs = []
+    for depth in range(depths):
+        if depth == 0:
+            ids, positions = batch.input_ids_T, batch.positions_T
+        else:
+            # past a document's end the token is another one's; nothing there is supervised
+            ids = batch.input_ids_T[(plan.active_N + depth).clamp(max=len(batch.input_ids_T) - 1)]
+            positions = batch.positions_T[plan.active_N] + depth
+        cos, sin = (t[0] for t in model.rotary_emb(hidden[None], positions[None]))
+        embeds: torch.Tensor | None = model.embed_tokens(ids)
+        for index, layer in enumerate(model.layers):
+            last = index == len(model.layers) - 1
+            queries = plan.active_N if depth == 0 and last else None
+            hidden, caches[index] = _layer(
+                layer, caches[index], hidden, embeds, (cos, sin), batch.lengths, plan, queries
+            )
+            embeds = None
+        normed = model.norm(hidden)
+        outputs.append(normed)
+        hidden = normed if model.config.norm_output else hidden
+    return torch.stack(outputs)
+
+
+class _Precomputed(torch.autograd.Function):
+    """A loss whose gradient was computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, output: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * output, None, None
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """Loss (differentiable where asked), and what the head predicts."""
+
+    loss: torch.Tensor
+    by_depth_K: torch.Tensor  # float32, undecayed
+    draft_ids_KN: torch.Tensor  # int64, most likely draft token; -1 where a depth has no label
+
+
+def _kl_rows(
+    logits_MV: torch.Tensor, teacher_MV: torch.Tensor, teacher_entropy_M: torch.Tensor, weight: float, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """KL divergence by row, most likely tokens, and the weighted gradient by the logits.
+
+    The log-partition comes out of the softmax at its largest entry; `torch.logsumexp` takes ten times as long on a CPU.
+    """
+    best_M1 = logits_MV.argmax(-1, keepdim=True)
+    cross_M = (teacher_MV * logits_MV).sum(-1)
+    best_logit_M = logits_MV.gather(-1, best_M1)[:, 0]
+    drafted_MV = torch.softmax(logits_MV, -1)
+    partition_M = best_logit_M - drafted_MV.gather(-1, best_M1)[:, 0].log()
+    loss_M = partition_M - cross_M - teacher_entropy_M
+    return loss_M, best_M1[:, 0], drafted_MV.sub_(teacher_MV).mul_(weight) if gradient else None
+
+
+def head_loss(
+    model: Eagle3DraftModel, states_KNH: torch.Tensor, batch: Batch, plan: Plan, loss: str, decay: float, gradient: bool
+) -> HeadLoss:
+    """Loss of every depth against the target's own distribution over the draft vocabulary.
+
+    A depth's loss is the mean over its labels, depth d weighs ``decay ** d``, as in speculators. Labels go through in
+    chunks; each chunk's teacher is computed once and serves all depths.
+
+    Args:
+        model: gives output head, and the target's norm and head.
+        states_KNH: of `draft_states`.
+        batch: has the target's final states.
+        plan: of the batch.
+        loss: a name that speculators knows.
+        decay: weight of a depth by the one before.
+        gradient: whether the loss is to be differentiated by the states.
+    """
+    depths, active = states_KNH.shape[:2]
+    device, weight_VH = states_KNH.device, model.lm_head.weight
+    loss_function = None if loss == "kl_div" else resolve_loss_config(loss, "eager")[loss][0]
+    by_depth_K = torch.zeros(depths, device=device)
+    draft_ids_KN = torch.full((depths, active), -1, dtype=torch.long, device=device)
+    gradient_KNH = torch.zeros_like(states_KNH) if gradient else states_KNH.new_zeros(0)
+    scales = [1.0 / (len(rows) + _REDUCTION_EPS) for rows in plan.rows]
+    chunk = max(1, _CHUNK_BYTES[device.type] // (4 * weight_VH.shape[0]))
+    total = len(plan.label_slots)
+    bounds = torch.arange(0, total + chunk, chunk)
+    cuts = [torch.searchsorted(labels.cpu(), bounds).tolist() for labels in plan.labels]
+    with torch.no_grad():
+        for number, first in enumerate(range(0, total, chunk)):
+            final_CH = model.verifier_norm(batch.final_TH[plan.label_slots[first : first + chunk]].float())
+            teacher_CV = model.verifier_lm_head(final_CH).float()
+            entropy_C = torch.zeros(len(teacher_CV), device=device)
+            if loss_function is None:
+                best_C1 = teacher_CV.argmax(-1, keepdim=True)
+                best_logit_C = teacher_CV.gather(-1, best_C1)[:, 0]
+                probabilities_CV = torch.softmax(teacher_CV, -1)
+                partition_C = best_logit_C - probabilities_CV.gather(-1, best_C1)[:, 0].log()
+                entropy_C = partition_C - (probabilities_CV * teacher_CV).sum(-1)
+                teacher_CV = probabilities_CV
+            for depth in range(depths):
+                here = slice(cuts[depth][number], cuts[depth][number + 1])
+                rows_M, labels_M = plan.rows[depth][here], plan.labels[depth][here] - first
+                if not len(rows_M):
+                    continue
+                whole = len(labels_M) == len(teacher_CV)
+                teacher_MV = teacher_CV if whole else teacher_CV[labels_M]
+                logits_MV = functional.linear(states_KNH[depth, rows_M], weight_VH).float()
+                scale = scales[depth] * decay**depth
+                if loss_function is None:
+                    entropy_M = entropy_C if whole else entropy_C[labels_M]
+                    loss_M, best_M, slope_MV = _kl_rows(logits_MV, teacher_MV, entropy_M, scale, gradient)
+                else:
+                    best_M = logits_MV.argmax(-1)
+                    with torch.enable_grad():
+                        logits_MV.requires_grad_(gradient)
+                        loss_M = loss_function(logits_MV[None], teacher_MV[None])[0]
+                        slope_MV = torch.autograd.grad(loss_M.sum() * scale, logits_MV)[0] if gradient else None
+                by_depth_K[depth] += loss_M.detach().sum() * scales[depth]
+                draft_ids_KN[depth, rows_M] = best_M
+                if slope_MV is not None:
+                    gradient_KNH[depth, rows_M] = functional.linear(slope_MV, weight_VH.T).to(gradient_KNH.dtype)
+    weights_K = decay ** torch.arange(depths, device=device)
+    value = (by_depth_K * weights_K).sum()
+    if gradient:
+        value = _Precomputed.apply(states_KNH, value, gradient_KNH)  # type: ignore[no-untyped-call]
+    return HeadLoss(value, by_depth_K, draft_ids_KN)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The head's own parameters; embeddings, output head and the target's tensors are frozen."""
+    return [p for p in model.parameters() if p.requires_grad]

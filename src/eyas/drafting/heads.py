@@ -1,0 +1,150 @@
+"""Make an EAGLE-3 head for a target, and write it as the checkpoint that vLLM serves.
+
+Takes `DraftParams`, the target's directory, the draft vocabulary and the recorded layers; gives speculators'
+`Eagle3DraftModel` with the target's embeddings, output head and final norm in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import LlamaConfig
+
+from eyas.errors import EyasError
+from eyas.params import DraftParams
+from eyas.targets.head import load_head, load_tensor
+from eyas.targets.resolve import read_config
+from eyas.vocabulary import DraftVocabulary
+
+_TEACHER = ("verifier_lm_head.", "verifier_norm.")
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The target's rotary parameters in the one form that transformers 5 and vLLM both read."""
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
+    return rope
+
+
+def _decoder_config(text: dict[str, Any], params: DraftParams) -> LlamaConfig:
+    """A Llama decoder with the target's width, attention heads and rotary parameters; vLLM serves this family."""
+    heads = text["num_attention_heads"]
+    config = LlamaConfig(
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        intermediate_size=params.intermediate_size or text["intermediate_size"],
+        num_hidden_layers=params.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        hidden_act="silu",
+        max_position_embeddings=text["max_position_embeddings"],
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        rope_parameters=_rope(text),
+        tie_word_embeddings=False,
+    )
+    # speculators takes flex attention where nothing is set, and that needs a GPU
+    config._attn_implementation = "eager"
+    return config
+
+
+def make_head(
+    params: DraftParams,
+    directory: Path,
+    source: str,
+    vocabulary: DraftVocabulary,
+    layers: Sequence[int],
+    *,
+    ttt_steps: int,
+    seed: int,
+) -> Eagle3DraftModel:
+    """A head in float32 on the CPU, ready to be trained.
+
+    Args:
+        params: the head's shape.
+        directory: the target's local directory.
+        source: the target's name as the checkpoint is to say it; never a path of this machine's.
+        vocabulary: the draft vocabulary.
+        layers: recorded layer ids; the last is the final layer, the others feed the head.
+        ttt_steps: depth that the head is trained for, written as the number of tokens to draft.
+        seed: of the random weights.
+
+    Raises:
+        EyasError: the target lacks a tensor, or its sizes do not fit the vocabulary.
+    """
+    full = read_config(directory)
+    text = full.get("text_config") or full
+    if len(vocabulary.t2d_V) != text["vocab_size"]:
+        raise EyasError(
+            f"{directory}: the target has {text['vocab_size']} tokens, the draft vocabulary was made for "
+            f"{len(vocabulary.t2d_V)}; run the `vocab` stage again"
+        )
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=_decoder_config(text, params),
+        draft_vocab_size=len(vocabulary.d2t_D),
+        norm_before_residual=params.norm_before_residual,
+        norm_before_fc=params.norm_before_fc,
+        norm_output=params.norm_output,
+        eagle_aux_hidden_state_layer_ids=list(layers[:-1]),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=ttt_steps)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=source, architectures=full.get("architectures") or []),
+        ),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Eagle3DraftModel(config).float()
+    t2d_V = torch.from_numpy(vocabulary.t2d_V)
+    model.load_vocab_mappings(t2d_V, torch.from_numpy(vocabulary.d2t_D))
+    _load_target(model, directory, t2d_V)
+    return model
+
+
+@torch.no_grad()
+def _load_target(model: Eagle3DraftModel, directory: Path, t2d_V: torch.Tensor) -> None:
+    """Copy embeddings, output head and final norm out of the target, and start the head's own norm as the target's.
+
+    speculators' own loader asks the hub by the name in the config; that name need not be a place.
+    """
+    embeddings_VH = load_tensor(directory, "model.embed_tokens.weight")
+    if embeddings_VH is None:
+        raise EyasError(f"{directory}: no tensor model.embed_tokens.weight; the head needs the target's embeddings")
+    target = load_head(directory)
+    norm_H = target.norm_weight_H + 1.0 if target.unit_offset else target.norm_weight_H
+    head_DH = target.head_VH[t2d_V]
+    model.embed_tokens.weight.copy_(embeddings_VH)
+    model.lm_head.weight.copy_(head_DH)
+    model.verifier_lm_head.weight.copy_(head_DH)
+    model.verifier_norm.weight.copy_(norm_H)
+    model.norm.weight.copy_(norm_H)
+    unset = [name for name, tensor in model.named_parameters() if not tensor.isfinite().all()]
+    if unset:
+        raise EyasError(f"{directory}: not finite after loading: {', '.join(unset)}")
+
+
+def export(model: Eagle3DraftModel, directory: Path) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into an existing directory; the same head gives the same bytes.
+
+    Weights that came from the target are written in bfloat16 where that loses nothing, trained ones in float32.
+    """
+    model.config.dtype = "float32"
+    # `save_pretrained` would put speculators' source code beside it
+    model.config.to_json_file(directory / "config.json")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(_TEACHER):
+            continue
+        tensor = tensor.detach().cpu().contiguous()
+        narrow = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        tensors[name] = narrow if narrow.dtype == torch.bfloat16 and torch.equal(narrow.float(), tensor) else tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,174 @@
+"""What a profile's run came to, as a table in the terminal. Stages that have not run yet are left out.
+
+Takes ``metrics/<profile>/``; gives rich renderables. `read_metrics` also finds what DVC's readers would swallow in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from eyas.errors import EyasError
+
+STAGES = ("prepare", "respond", "encode", "extract", "vocab", "train", "benchmark", "report")
+_METHODS = {"plain": "plain", "ngram": "n-gram", "eagle3": "draft head"}
+
+
+@dataclass(frozen=True)
+class _Figure:
+    label: str
+    stage: str
+    key: str
+    form: str
+
+
+_FIGURES = (
+    _Figure("conversations", "respond", "conversations", "{:,.0f}"),
+    _Figure("generated tokens", "respond", "tokens", "{:,.0f}"),
+    _Figure("answers that loop", "respond", "looped_share", "{:.1%}"),
+    _Figure("training rows", "encode", "train_rows", "{:,.0f}"),
+    _Figure("validation rows", "encode", "validation_rows", "{:,.0f}"),
+    _Figure("supervised tokens", "encode", "supervised_tokens", "{:,.0f}"),
+    _Figure("recorded tokens", "extract", "tokens", "{:,.0f}"),
+    _Figure("bytes a token", "extract", "bytes_per_token", "{:,.0f}"),
+    _Figure("extraction, tokens/s", "extract", "tokens_per_s", "{:,.0f}"),
+    _Figure("greedy tokens re-derived", "extract", "head_parity", "{:.4f}"),
+    _Figure("… near-ties counted", "extract", "head_parity_ties", "{:.4f}"),
+    _Figure("log-probability difference", "extract", "logprob_difference", "{:.4f}"),
+    _Figure("draft vocabulary coverage", "vocab", "coverage", "{:.2%}"),
+    _Figure("training, tokens/s", "train", "tokens_per_s", "{:,.0f}"),
+    _Figure("held-out acceptance length", "train", "heldout_acceptance_length", "{:.3f}"),
+)
+
+
+def parse_metrics(file: Path) -> dict[str, Any]:
+    """One metrics file, or one error for what is wrong with it.
+
+    Raises:
+        EyasError: not ASCII, not JSON, not an object, or a NaN or infinite number; names the file and the key.
+    """
+    try:
+        text = file.read_bytes().decode("ascii")
+    except UnicodeDecodeError as error:
+        raise EyasError(f"{file}: byte {error.start} is not ASCII, which DVC takes for a binary file") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise EyasError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise EyasError(f"{file}: holds {type(content).__name__}, not an object of metrics")
+    for key, value in _leaves(content, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise EyasError(f"{file}: {key} is {value}")
+        if value is None or isinstance(value, list):
+            raise EyasError(f"{file}: {key} is {'null' if value is None else 'a list'}, which DVC drops in silence")
+    return content
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    else:
+        yield path, value
+
+
+def check_metrics(profile: str, root: Path = Path("metrics")) -> list[Path]:
+    """Check that every stage of a profile left sound metrics, and return their files.
+
+    Raises:
+        EyasError: all faults at once, a line each.
+    """
+    files = [root / profile / f"{stage}.json" for stage in STAGES]
+    faults = []
+    for file in files:
+        if not file.is_file():
+            faults.append(f"{file}: missing; `dvc repro {file.stem}@{profile}` makes it")
+            continue
+        try:
+            parse_metrics(file)
+        except EyasError as error:
+            faults.append(str(error))
+    if faults:
+        raise EyasError("\n".join(faults))
+    return files
+
+
+def summary(profile: str, root: Path = Path("metrics")) -> Group:
+    """The tables for one profile.
+
+    Raises:
+        EyasError: no stage has run, or a metrics file is unsound.
+    """
+    folder = root / profile
+    metrics = {stage: parse_metrics(file) for stage in STAGES if (file := folder / f"{stage}.json").is_file()}
+    if not metrics:
+        raise EyasError(f"{folder}: no metrics yet; `make repro PROFILE={profile}` makes them")
+    tables = [_figures(profile, metrics)]
+    if "benchmark" in metrics:
+        tables.append(_benchmark(metrics["benchmark"]))
+    tables.append(_times(folder / "provenance"))
+    return Group(*tables)
+
+
+def _figures(profile: str, metrics: dict[str, dict[str, Any]]) -> Table:
+    table = Table("figure", title=f"{profile}: the run", title_justify="left", title_style="bold")
+    table.add_column("value", justify="right")
+    stage = ""
+    for figure in _FIGURES:
+        value = metrics.get(figure.stage, {}).get(figure.key)
+        if isinstance(value, int | float):
+            if stage and stage != figure.stage:
+                table.add_section()
+            stage = figure.stage
+            table.add_row(figure.label, figure.form.format(value))
+    return table
+
+
+def _benchmark(benchmark: dict[str, Any]) -> Table:
+    table = Table("decoding", title="serving held-out prompts", title_justify="left", title_style="bold")
+    for name in ("acceptance length (95 %)", "output tokens/s", "speed-up", "identical output"):
+        table.add_column(name, justify="right")
+    for key, name in _METHODS.items():
+        method = benchmark.get(key)
+        if not isinstance(method, dict):
+            continue
+        low, high = method.get("acceptance_length_low"), method.get("acceptance_length_high")
+        length = _number(method.get("acceptance_length"), "{:.2f}")
+        interval = f" ({low:.2f} to {high:.2f})" if low is not None and high is not None and low != high else ""
+        table.add_row(
+            name,
+            length + interval,
+            _number(method.get("output_tokens_per_s"), "{:,.0f}"),
+            _number(method.get("speedup"), "{:.2f}x"),
+            _number(method.get("identical_share"), "{:.0%}"),
+        )
+    return table
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) else "-"
+
+
+def _times(folder: Path) -> Table:
+    table = Table("stage", title="times", title_justify="left", title_style="bold", show_footer=True)
+    table.columns[0].footer = "all"
+    table.add_column("seconds", justify="right")
+    table.add_column("peak memory, MiB", justify="right")
+    total = 0.0
+    for stage in STAGES:
+        file = folder / f"{stage}.json"
+        if not file.is_file():
+            continue
+        ran = json.loads(file.read_text())
+        total += ran["wall_seconds"]
+        table.add_row(stage, f"{ran['wall_seconds']:,.1f}", f"{ran['peak_memory_mib']:,.0f}")
+    table.columns[1].footer = f"{total:,.1f}"
+    return table

@@ -1,0 +1,140 @@
+"""The loop learns, repeats itself, keeps the best epoch, names bad rows; the checkpoint is what vLLM reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from speculators.model import SpeculatorModel
+
+from eyas.drafting.heads import export
+from eyas.drafting.training import Training, fit, learning_rate
+from eyas.errors import EyasError
+from eyas.params import TrainParams
+from eyas.targets.head import load_head
+
+from .test_drafting_data import Case, Stored, make_case
+
+_PARAMS = TrainParams(epochs=3, lr=3e-3, tokens_per_step=64, ttt_steps=3, autocast="float32")
+
+
+def _fit(case: Case, params: TrainParams = _PARAMS) -> Training:
+    return fit(case.model, case.store, case.rows[1:], case.rows[:1], params, load_head(case.directory), 0.7)
+
+
+def test_learns_and_repeats_itself(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        case = make_case(tmp_path / name, rows=6)
+        runs.append((_fit(case), case.model.state_dict()))
+    losses = [[s.loss for s in training.steps] for training, _ in runs]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(runs[0][1][n], runs[1][1][n]) for n in runs[0][1])
+    epochs = runs[0][0].epochs
+    assert epochs[-1].train_loss < epochs[0].train_loss
+    assert runs[0][0].tokens_per_s > 0
+
+
+def test_frozen_weights_stay(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=4)
+    frozen = {n: p.clone() for n, p in case.model.named_parameters() if not p.requires_grad}
+    assert set(frozen) == {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    _fit(case)
+    assert all(torch.equal(p, dict(case.model.named_parameters())[n]) for n, p in frozen.items())
+
+
+def test_best_epoch_is_kept_by_acceptance_not_by_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyas.drafting import training as module
+    from eyas.drafting.acceptance import Acceptance
+
+    case = make_case(tmp_path, rows=4)
+    figures = iter([(3.0, 1.2), (2.0, 1.6), (1.0, 1.4)])
+    states = []
+
+    def evaluate(_self: object, model: torch.nn.Module) -> tuple[float, Acceptance]:
+        states.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        loss, length = next(figures)
+        return loss, Acceptance([length - 1], length, length, length, 1)
+
+    monkeypatch.setattr(module._Heldout, "evaluate", evaluate)
+    training = _fit(case)
+    assert training.best.epoch == 2
+    assert all(torch.equal(p, states[1][n]) for n, p in case.model.named_parameters())
+
+
+def test_a_bad_batch_names_its_rows_and_changes_nothing(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=3)
+    key = case.rows[1].key
+    bits = case.store.rows[key].hidden_TLH.copy()
+    bits[2, 0, 0] = 0x7FC0  # NaN
+    case.store.rows[key] = Stored(case.rows[1].input_ids, bits)
+    with pytest.raises(EyasError, match=case.rows[1].conversation_id):
+        _fit(case)
+    assert all(p.isfinite().all() for p in case.model.parameters())
+
+
+def test_bfloat16_autocast_keeps_master_weights(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=4)
+    training = _fit(case, _PARAMS.model_copy(update={"autocast": "bfloat16"}))
+    assert all(p.dtype == torch.float32 for p in case.model.parameters())
+    assert all(math.isfinite(s.loss) for s in training.steps)
+
+
+def test_learning_rate_warms_up_and_ends_at_zero() -> None:
+    params = _PARAMS.model_copy(update={"lr": 1.0, "warmup_share": 0.1})
+    rates = [learning_rate(s, 100, params) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == 1.0 == rates[10]
+    assert all(np.diff(rates[10:]) < 0)
+    assert rates[-1] < 0.001
+
+
+def test_export_is_deterministic_and_names_no_path(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=2)
+    written = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        export(case.model, tmp_path / name)
+        written.append({f.name: f.read_bytes() for f in sorted((tmp_path / name).iterdir())})
+    assert written[0] == written[1]
+    config = json.loads(written[0]["config.json"])
+    assert str(tmp_path) not in written[0]["config.json"].decode()
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["norm_output"] and config["norm_before_fc"] and config["norm_before_residual"]
+    assert config["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 10000.0
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    assert not any(name.startswith("verifier") for name in tensors)
+    for name, tensor in case.model.state_dict().items():
+        if name in tensors:
+            assert torch.equal(tensors[name].to(tensor.dtype), tensor), name
+
+
+def test_speculators_reads_the_checkpoint(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=2)
+    directory = tmp_path / "head"
+    directory.mkdir()
+    export(case.model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(case.directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded = SpeculatorModel.from_pretrained(directory, torch_dtype=torch.float32)
+    for name, tensor in case.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].to(tensor.dtype), tensor), name
+
+
+def test_vllm_reads_the_config(tmp_path: Path) -> None:
+    speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators.base")
+    case = make_case(tmp_path, rows=2)
+    directory = tmp_path / "head"
+    directory.mkdir()
+    export(case.model, directory)
+    config = speculators.SpeculatorsConfig.from_pretrained(str(directory))
+    assert config.architectures == ["Eagle3LlamaForCausalLM"]
+    assert config.norm_output and config.norm_before_fc and config.norm_before_residual
+    assert config.draft_vocab_size == 128 and config.vocab_size == 512 and config.head_dim == 16
