@@ -65,8 +65,8 @@ def _weights(seed: int, *, tied: bool) -> dict[str, np.ndarray]:
 
     def norm(spread: float) -> np.ndarray:
         # far from constant: a norm left out, done twice or with another convention must change the next token
-        weight: np.ndarray = np.exp(random.standard_normal(HIDDEN) * spread).astype(np.float32)
-        return weight
+        weight: np.ndarray = np.exp(random.standard_normal(HIDDEN) * spread)
+        return weight.astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": random.standard_normal((VOCAB, HIDDEN)).astype(np.float32)}
     for layer in range(LAYERS):

@@ -79,8 +79,12 @@ def main() -> None:
                 subprocess.run([*command, "--method", method, "--out", str(answer)], env=environment, check=True)
                 results[method].append(json.loads(answer.read_text()))
                 print(f"{method:>12}: {results[method][-1]['tokens_per_s']:8.1f} tokens/s", flush=True)
-    ratios = [b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(results["plain"], results["extraction"], strict=True)]
-    print(f"extraction / plain, pair by pair: {', '.join(f'{r:.3f}' for r in ratios)}; median {statistics.median(ratios):.3f}")
+    ratios = [
+        b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(results["plain"], results["extraction"], strict=True)
+    ]
+    print(
+        f"extraction / plain, pair by pair: {', '.join(f'{r:.3f}' for r in ratios)}; median {statistics.median(ratios):.3f}"
+    )
     if options.out:
         write_json_atomic(
             options.out,

@@ -30,7 +30,10 @@ class _Figure:
 
 
 _FIGURES = (
-    _Figure("conversations", "respond", "conversations", "{:,.0f}"),
+    _Figure("conversations kept", "prepare", "kept", "{:,.0f}"),
+    _Figure("… for training", "prepare", "train", "{:,.0f}"),
+    _Figure("… for validation", "prepare", "validation", "{:,.0f}"),
+    _Figure("rejected rows", "prepare", "rejected", "{:,.0f}"),
     _Figure("generated tokens", "respond", "tokens", "{:,.0f}"),
     _Figure("answers that loop", "respond", "looped_share", "{:.1%}"),
     _Figure("training rows", "encode", "train_rows", "{:,.0f}"),

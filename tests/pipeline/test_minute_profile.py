@@ -59,7 +59,24 @@ class Checkout:
                 shutil.copy(ROOT / name, folder / name)
         (folder / "dvc.lock").unlink(missing_ok=True)
         make_tiny_target(folder / "data/input/tiny-target")
-        names = "bread cheese rivers clocks trains maps glass stars wolves paper ships iron salt wool rain corn".split()
+        names = [
+            "bread",
+            "cheese",
+            "rivers",
+            "clocks",
+            "trains",
+            "maps",
+            "glass",
+            "stars",
+            "wolves",
+            "paper",
+            "ships",
+            "iron",
+            "salt",
+            "wool",
+            "rain",
+            "corn",
+        ]
         chats = [
             {"messages": [{"role": "user", "content": f"Tell me {how} {name}."}, *(SECOND if i % 3 == 0 else [])]}
             for i, name in enumerate(names)

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from eyas.summary import STAGES
 
 ROOT = Path(__file__).parents[2]
 METRICS: dict[str, dict[str, Any]] = {
-    "prepare": {"conversations": 400},
+    "prepare": {"kept": 400, "train": 360, "validation": 40, "rejected": 7},
     "respond": {"conversations": 400, "tokens": 31_234, "looped_share": 0.041},
     "encode": {"train_rows": 360, "validation_rows": 40, "supervised_tokens": 31_234},
     "extract": {
@@ -42,13 +43,11 @@ METRICS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the real params.yaml and a second, inactive profile `rtx`."""
-    text = (ROOT / "params.yaml").read_text()
-    start = text.index("  smoke:\n")
-    end = text.find("\n  # ", start)
-    profile = text[start : end if end > 0 else None].rstrip("\n")
-    if "\n  rtx:" not in text:
-        text = text.rstrip("\n") + "\n\n  # a second one\n" + profile.replace("  smoke:", "  rtx:", 1) + "\n"
+    """An empty folder with the head and the first profile of the real params.yaml, and that profile again as `rtx`."""
+    head, _, rest = (ROOT / "params.yaml").read_text().partition("  smoke:\n")
+    profile = rest.split("\n\n")[0].rstrip("\n")
+    head = re.sub(r"^active: .*$", "active: [smoke]", head, flags=re.MULTILINE)
+    text = f"{head}  smoke:\n{profile}\n\n  # a second one\n  rtx:\n{profile}\n"
     (tmp_path / "params.yaml").write_text(text)
     shutil.copytree(ROOT / "locks", tmp_path / "locks")
     monkeypatch.chdir(tmp_path)

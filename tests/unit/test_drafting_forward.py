@@ -124,7 +124,8 @@ def test_no_work_past_what_is_supervised(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=2)
     batch = collate(case.store, case.rows)
     plan = make_plan(batch, 3)
-    assert len(plan.active_N) <= int(batch.mask_T.sum()) + 2 * len(case.rows)
+    # two turns a row, each with two slots before it whose later depths are supervised
+    assert len(plan.active_N) == int(batch.mask_T.sum()) + 2 * 2 * len(case.rows)
     assert all(int(r.max()) < len(plan.active_N) for r in plan.rows)
 
 

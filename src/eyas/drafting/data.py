@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,8 +74,13 @@ class Batch:
         """The same batch on a device; the mask stays where batches are planned, on the CPU."""
         if device.type == "cpu":
             return self
-        moved = (t.to(device, non_blocking=True) for t in (self.input_ids_T, self.aux_TA, self.final_TH))
-        return Batch(*moved, self.mask_T, self.positions_T.to(device), self.lengths, self.rows)
+        return replace(
+            self,
+            input_ids_T=self.input_ids_T.to(device),
+            aux_TA=self.aux_TA.to(device),
+            final_TH=self.final_TH.to(device),
+            positions_T=self.positions_T.to(device),
+        )
 
 
 def token_rows(table: Sequence[dict[str, Any]], split: str, key_of: Callable[[Sequence[int]], str]) -> list[TokenRow]:

@@ -72,7 +72,8 @@ def _starts(lengths: list[int]) -> list[int]:
 
 def _heads(x_TE: torch.Tensor, size: int) -> torch.Tensor:
     """[T, heads * d] → [heads, T, d]."""
-    return x_TE.unflatten(-1, (-1, size)).transpose(0, 1)
+    x_Thd: torch.Tensor = x_TE.unflatten(-1, (-1, size))
+    return x_Thd.transpose(0, 1)
 
 
 def _attend(
@@ -230,7 +231,7 @@ class _Precomputed(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, output: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * output, None, None
 
@@ -284,8 +285,9 @@ def head_loss(
     draft_ids_KN = torch.full((depths, active), -1, dtype=torch.long, device=device)
     gradient_KNH = torch.zeros_like(states_KNH) if gradient else states_KNH.new_zeros(0)
     scales = [1.0 / (len(rows) + _REDUCTION_EPS) for rows in plan.rows]
-    chunk = max(1, _CHUNK_BYTES[device.type] // (4 * weight_VH.shape[0]))
     total = len(plan.label_slots)
+    parts = max(1, -(-total * 4 * weight_VH.shape[0] // _CHUNK_BYTES[device.type]))
+    chunk = -(-total // parts)
     bounds = torch.arange(0, total + chunk, chunk)
     cuts = [torch.searchsorted(labels.cpu(), bounds).tolist() for labels in plan.labels]
     with torch.no_grad():

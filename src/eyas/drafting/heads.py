@@ -23,6 +23,7 @@ from eyas.targets.head import load_head, load_tensor
 from eyas.targets.resolve import read_config
 from eyas.vocabulary import DraftVocabulary
 
+_FIRST_NORM_SCALE = 0.3
 _TEACHER = ("verifier_lm_head.", "verifier_norm.")
 
 
@@ -107,12 +108,13 @@ def make_head(
     t2d_V = torch.from_numpy(vocabulary.t2d_V)
     model.load_vocab_mappings(t2d_V, torch.from_numpy(vocabulary.d2t_D))
     _load_target(model, directory, t2d_V)
+    _start(model)
     return model
 
 
 @torch.no_grad()
 def _load_target(model: Eagle3DraftModel, directory: Path, t2d_V: torch.Tensor) -> None:
-    """Copy embeddings, output head and final norm out of the target, and start the head's own norm as the target's.
+    """Copy embeddings, output head and final norm out of the target.
 
     speculators' own loader asks the hub by the name in the config; that name need not be a place.
     """
@@ -126,10 +128,21 @@ def _load_target(model: Eagle3DraftModel, directory: Path, t2d_V: torch.Tensor) 
     model.lm_head.weight.copy_(head_DH)
     model.verifier_lm_head.weight.copy_(head_DH)
     model.verifier_norm.weight.copy_(norm_H)
-    model.norm.weight.copy_(norm_H)
     unset = [name for name, tensor in model.named_parameters() if not tensor.isfinite().all()]
     if unset:
         raise EyasError(f"{directory}: not finite after loading: {', '.join(unset)}")
+
+
+@torch.no_grad()
+def _start(model: Eagle3DraftModel) -> None:
+    """Start where the target is understood already: states in its last recorded basis, read by its own norm, but softly.
+
+    The projection hands the last auxiliary layer through. At its full scale the norm makes a head that knows nothing yet
+    very sure of it: the first loss is many times a uniform guess's, and unlearning that costs an epoch.
+    """
+    model.fc.weight.zero_()
+    model.fc.weight[:, -model.hidden_size :].fill_diagonal_(1.0)
+    model.norm.weight.copy_(_FIRST_NORM_SCALE * model.verifier_norm.weight)
 
 
 def export(model: Eagle3DraftModel, directory: Path) -> None:

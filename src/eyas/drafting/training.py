@@ -69,15 +69,16 @@ def training_device() -> torch.device:
 def _deterministic() -> Iterator[None]:
     """Same bytes each time; cuBLAS reads its variable when it starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    # it writes over every new tensor only to show reads of unset memory
+    filling: Any = torch.utils.deterministic
+    before, fill = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # writes over every new tensor only to show reads of unset memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    filling.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        filling.fill_uninitialized_memory = fill
 
 
 def learning_rate(step: int, total: int, params: TrainParams) -> float:
@@ -143,7 +144,7 @@ def _train_step(
         states_KNH = draft_states(model, batch, plan, params.ttt_steps)
         loss = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, True).loss
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(trainable(model), params.clip_norm).item()
     value = loss.item()
     if not (math.isfinite(value) and math.isfinite(norm)):

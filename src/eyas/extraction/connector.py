@@ -89,14 +89,14 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLL
             self._copied.add(pending.req_id)
             return
         stream = self._get_copy_stream()
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready = torch.cuda.Event()
         ready.record()
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             device_TLH = extract_from_kv_cache(self._kv_cache, slots.to(self._kv_cache.device), tokens)
             hidden_TLH = torch.empty(device_TLH.shape, dtype=torch.bfloat16, device="cpu", pin_memory=True)
             hidden_TLH.copy_(device_TLH.to(torch.bfloat16), non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record(stream)
         self._req_copy_events[pending.req_id] = copied
         if self._writers is None:
