@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from eyas.errors import EyasError
 from eyas.extraction.engine import open_engine
 from eyas.extraction.responses import Dialogue, answer, dialogue
-from eyas.files import atomic_directory
+from eyas.files import atomic_directory, write_text_atomic
 from eyas.stage import Stage, stage_main
 from eyas.tables import CONVERSATIONS, RESPONSES, read_table, write_table
 from eyas.targets.resolve import open_target
@@ -26,10 +27,13 @@ def run(stage: Stage) -> None:
     dialogues += [_dialogue(row, "greedy_probe") for row in held_out[: params.greedy_probes]]
     engine = open_engine(directory, target, stage.machine)
     answer(engine, template, dialogues, params, target.max_model_len)
+    turns = [turn for d in dialogues for turn in d.turns]
+    if not turns:
+        raise EyasError(f"no conversation got an answer; the first was refused: {dialogues[0].refused}")
     rows = [_row(d) for d in dialogues if d.turns]
     with atomic_directory(stage.data / "responses") as folder:
         write_table(folder / "responses.parquet", rows, RESPONSES)
-    turns = [turn for d in dialogues for turn in d.turns]
+        write_text_atomic(folder / "rejected.jsonl", "".join(_refusal(d) for d in dialogues if d.refused is not None))
     tokens = sum(len(turn.token_ids) for turn in turns)
     stage.provenance["tokens"] = tokens
     stage.write_metrics(
@@ -43,12 +47,19 @@ def run(stage: Stage) -> None:
             "looped_turns": sum(turn.looped for turn in turns),
             "looped_share": sum(turn.looped for turn in turns) / len(turns),
             "out_of_context": sum(d.cut for d in dialogues),
+            "refused_by_template": sum(d.refused is not None for d in dialogues),
         }
     )
 
 
 def _dialogue(row: dict[str, Any], kind: str) -> Dialogue:
     return dialogue(row["conversation_id"], row["split"], row["source"], kind, json.loads(row["messages"]))
+
+
+def _refusal(state: Dialogue) -> str:
+    return (
+        json.dumps({"conversation_id": state.conversation_id, "turn": len(state.turns), "reason": state.refused}) + "\n"
+    )
 
 
 def _row(state: Dialogue) -> dict[str, Any]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # `tests.tiny` and `stages`, as `python -m` has them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("eyas", deadline=None, derandomize=True, database=None)
 settings.load_profile("eyas")

@@ -61,7 +61,8 @@ def _weights(seed: int, *, tied: bool) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
 
     def matrix(out: int, into: int, gain: float = 1.0) -> np.ndarray:
-        return (random.standard_normal((out, into)) * gain / into**0.5).astype(np.float32)
+        weight: np.ndarray = random.standard_normal((out, into)) * gain / into**0.5
+        return weight.astype(np.float32)
 
     def norm(spread: float) -> np.ndarray:
         # far from constant: a norm left out, done twice or with another convention must change the next token

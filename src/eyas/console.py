@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
@@ -70,7 +71,9 @@ class Progress:
     def _line(self, now: float) -> None:
         rate = self.done / max(now - self._started, 1e-9)
         left = (self.total - self.done) / rate if rate else 0.0
-        console.print(f"{self.description}: {self.done}/{self.total} {self.unit}, {rate:,.1f}/s, {left:.0f} s left")
+        console.print(
+            f"{escape(self.description)}: {self.done}/{self.total} {self.unit}, {rate:,.1f}/s, {left:.0f} s left"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

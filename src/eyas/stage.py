@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich.markup import escape
+
 from eyas.console import console, quiet_engines
 from eyas.errors import EyasError
 from eyas.files import write_json_atomic
@@ -93,6 +95,8 @@ def process_environment(machine: Machine) -> dict[str, str]:
             "KMP_BLOCKTIME": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(machine.cpu_kv_cache_gib),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # vLLM compiles small functions (token ranks) even in eager mode; that takes a C++ compiler and a minute
+            "TORCHDYNAMO_DISABLE": "1",
             # Without these glibc gives every large tensor back to the kernel, and page faults take a third of the time.
             "MALLOC_MMAP_THRESHOLD_": str(2 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -197,7 +201,8 @@ def _write_provenance(stage: Stage, seconds: float) -> None:
 
 def _fail(message: str, log: Path | None = None) -> NoReturn:
     console.print(
-        f"[bold red]error:[/] {message}" + (f"\n(engine log: {log})" if log and log.exists() else ""), soft_wrap=True
+        f"[bold red]error:[/] {escape(message)}" + (f"\n(engine log: {log})" if log and log.exists() else ""),
+        soft_wrap=True,
     )
     sys.stdout.flush()
     sys.stderr.flush()

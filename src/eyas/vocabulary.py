@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from eyas.errors import EyasError
@@ -92,7 +93,10 @@ def load_vocabulary(path: Path) -> DraftVocabulary:
     """
     if not path.is_file():
         raise EyasError(f"{path}: no such file; run the `vocab` stage")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise EyasError(f"{path}: not readable ({error}); run the `vocab` stage again") from None
     vocabulary = DraftVocabulary(tensors["d2t"], tensors["t2d"], tensors["counts"])
     if not np.array_equal(np.flatnonzero(vocabulary.t2d_V), vocabulary.target_ids):
         raise EyasError(f"{path}: d2t and t2d name different tokens; run the `vocab` stage again")

@@ -195,7 +195,7 @@ def test_learning_rate_reruns_train_benchmark_report(checkout: Checkout) -> None
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("train", {"learning_rate": 1.0}, "unknown parameter; did you mean"),
+        ("train", {"epoch": 3}, "unknown parameter; did you mean `epochs`?"),
         ("vocab", {"draft_vocab_size": 513}, "only 512 tokens"),
         ("extract", {"layers": [1, 2, 9]}, "not in 0..4"),
         ("target", {"source": "data/input/nowhere"}, "no such directory"),

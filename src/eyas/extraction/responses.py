@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from eyas.conversations.loops import is_looped
 from eyas.extraction.engine import generate
 from eyas.params import ResponseParams
-from eyas.templates.chat import ChatTemplate, Message
+from eyas.templates.chat import ChatTemplate, Message, TemplateRefusal
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -42,6 +42,7 @@ class Dialogue:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     cut: bool = False  # no room was left in the context for the next answer
+    refused: str | None = None  # the template's own words, where it does not take the conversation
 
 
 def dialogue(conversation_id: str, split: str, source: str, kind: str, messages: Sequence[Message]) -> Dialogue:
@@ -71,7 +72,8 @@ def answer(
 ) -> None:
     """Fill in the answers, one round for all first turns, one for all second turns, and so on.
 
-    A dialogue whose next answer would not fit into the context stops there, with ``cut`` set.
+    A dialogue whose next answer would not fit into the context stops there, with ``cut`` set; one that the template does
+    not take stops there with ``refused`` set. Answers given before are kept.
     """
     from vllm import SamplingParams
 
@@ -81,7 +83,13 @@ def answer(
         round_number += 1
         prompts, sampling, asked = [], [], []
         for state in open_dialogues:
-            prompt = _next_prompt(state, template)
+            try:
+                prompt = _next_prompt(state, template)
+            except TemplateRefusal as refusal:
+                state.refused = str(refusal)
+                state.messages.pop()
+                state.pending.clear()
+                continue
             if len(prompt) + params.max_tokens > max_model_len:
                 state.messages.pop()
                 state.pending.clear()

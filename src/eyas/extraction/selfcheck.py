@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -53,7 +54,10 @@ def check_form(rows: Sequence[CheckedRow], layers: Sequence[int]) -> None:
     for row in rows:
         tokens, recorded = len(row.input_ids), row.hidden_TLH.shape
         if recorded[:2] != (tokens, len(layers)):
-            cause = "prefix caching was on" if recorded[0] < tokens else "rows were mixed up in a batch"
+            if recorded[1] != len(layers):
+                cause = "the engine records other layers than were asked for"
+            else:
+                cause = "prefix caching was on" if recorded[0] < tokens else "rows were mixed up in a batch"
             raise EyasError(
                 f"self-check `length`: row {row.name} has {tokens} tokens and {len(layers)} layers, but states of shape "
                 f"{list(recorded)} were recorded; likely cause: {cause}"
@@ -72,10 +76,10 @@ def check_form(rows: Sequence[CheckedRow], layers: Sequence[int]) -> None:
                     f"self-check `nonzero`: row {row.name}, layer {layer}, token {int(zero.argmax())} is all zeros; "
                     "likely cause: the engine did not fill its hidden-state cache (hybrid targets, or a wrong slot)"
                 )
-        for index in range(1, len(layers)):
-            if np.array_equal(row.hidden_TLH[:, index], row.hidden_TLH[:, index - 1]):
+        for first, second in combinations(range(len(layers)), 2):
+            if np.array_equal(row.hidden_TLH[:, first], row.hidden_TLH[:, second]):
                 raise EyasError(
-                    f"self-check `distinct`: row {row.name}: layers {layers[index - 1]} and {layers[index]} are equal; "
+                    f"self-check `distinct`: row {row.name}: layers {layers[first]} and {layers[second]} are equal; "
                     "likely cause: the engine does not know one of these layer ids"
                 )
 
@@ -108,8 +112,10 @@ def _parity(
     worst, worst_share = "", 2.0
     for row in rows:
         hidden_NH, emitted_N = _supervised(row, layer)
-        if shift:
+        if shift > 0:
             hidden_NH, emitted_N = hidden_NH[:-shift], emitted_N[shift:]
+        elif shift < 0:
+            hidden_NH, emitted_N = hidden_NH[-shift:], emitted_N[:shift]
         row_hits = 0
         for start in range(0, len(emitted_N), _CHUNK):
             normed_NH = norm(hidden_NH[start : start + _CHUNK])
@@ -145,7 +151,8 @@ def _likely_cause(rows: Sequence[CheckedRow], head: TargetHead, layers: Sequence
             "wrong norm convention (Gemma-like norms multiply by 1 + weight, others by weight)",
             partial(_parity, rows, head, last, other_norm.normed),
         ),
-        ("states are one token late", partial(_parity, rows, head, last, head.normed, shift=1)),
+        ("states are one token early", partial(_parity, rows, head, last, head.normed, shift=1)),
+        ("states are one token late", partial(_parity, rows, head, last, head.normed, shift=-1)),
         *(
             (
                 f"layers are in the wrong order: layer {layer} is the final one",
@@ -157,14 +164,22 @@ def _likely_cause(rows: Sequence[CheckedRow], head: TargetHead, layers: Sequence
     for cause, trial in trials:
         if trial().exact >= _DIAGNOSIS_PARITY:
             return cause
-    swapped = [
-        replace(row, hidden_TLH=other.hidden_TLH)
-        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
-        if len(row.input_ids) == len(other.input_ids)
-    ]
-    if swapped and _parity(swapped, head, last, head.normed).exact >= _DIAGNOSIS_PARITY:
+    if _mixed_up(rows, head, last):
         return "rows of a batch came back in the wrong order"
     return "an off-by-one layer id, rows mixed up in a batch, or an output head that is tied to other weights"
+
+
+def _mixed_up(rows: Sequence[CheckedRow], head: TargetHead, layer: int) -> bool:
+    """Whether a row that fails holds another row's states."""
+    for row in rows:
+        if _parity([row], head, layer, head.normed).exact >= _DIAGNOSIS_PARITY:
+            continue
+        for other in rows:
+            if other is not row and len(other.input_ids) == len(row.input_ids):
+                taken = replace(row, hidden_TLH=other.hidden_TLH)
+                if _parity([taken], head, layer, head.normed).exact >= _DIAGNOSIS_PARITY:
+                    return True
+    return False
 
 
 def check_greedy(rows: Sequence[CheckedRow], head: TargetHead, layers: Sequence[int]) -> Parity:
@@ -229,6 +244,11 @@ def check_alone(batched: Sequence[CheckedRow], alone: Sequence[np.ndarray], laye
     """
     worst = 0.0
     for row, single_TLH in zip(batched, alone, strict=True):
+        if single_TLH.shape != row.hidden_TLH.shape:
+            raise EyasError(
+                f"self-check `alone`: row {row.name}: states of shape {list(single_TLH.shape)} alone and "
+                f"{list(row.hidden_TLH.shape)} in a batch; likely cause: prefix caching was on"
+            )
         for layer, error in zip(layers, relative_errors(states(row.hidden_TLH), states(single_TLH)), strict=True):
             worst = max(worst, error)
             if not error <= MAX_BATCH_DIFFERENCE:

@@ -76,7 +76,8 @@ def load_tensor(directory: Path, name: str) -> torch.Tensor | None:
         EyasError: several tensors answer to the name.
     """
     files = _weight_files(directory)
-    found = [n for n in files if (n == name or n.endswith("." + name)) and "vision" not in n and "visual" not in n]
+    plain = {n: ".".join(part for part in n.split(".") if part != "language_model") for n in files}
+    found = [n for n, p in plain.items() if ("." + p).endswith("." + name) and "vision" not in n and "visual" not in n]
     exact = [n for n in found if n == name] or found
     if len(exact) > 1:
         raise EyasError(f"{directory}: several tensors may be {name}: {', '.join(sorted(exact))}")

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from eyas.errors import EyasError
 from eyas.targets.resolve import chat_template
 
 Message = dict[str, str]
+
+
+class TemplateRefusal(Exception):
+    """The target's template does not take a conversation (no system role, say); that conversation is set aside."""
 
 
 class ChatTemplate:
@@ -44,10 +50,17 @@ class ChatTemplate:
         return sorted({*self._tokenizer.all_special_ids, *added})
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """The conversation as the template writes it."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), chat_template=self._template, tokenize=False, add_generation_prompt=generation_prompt
-        )
+        """The conversation as the template writes it.
+
+        Raises:
+            TemplateRefusal: the template does not take such a conversation.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), chat_template=self._template, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except TemplateError as error:
+            raise TemplateRefusal(str(error)) from error
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -84,5 +97,5 @@ class ChatTemplate:
         if not whole.startswith(before):
             return self.encode(whole)
         rest = self.encode(whole[len(before) :])
-        ended = bool(answer_ids) and bool(rest) and answer_ids[-1] == rest[0]
+        ended = bool(answer_ids) and bool(rest) and answer_ids[-1] == rest[0] and rest[0] in self.special_ids
         return [*prompt_ids, *answer_ids, *(rest[1:] if ended else rest)]
