@@ -17,7 +17,7 @@ from eyas.extraction.responses import Dialogue, answer, dialogue
 from eyas.params import ResponseParams
 from eyas.templates.chat import ChatTemplate, Message
 from eyas.templates.encoding import GeneratedTurn, encode_turns
-from tests.tiny import END, VOCAB
+from tests.tiny import END, VOCAB, make_tiny_target
 
 PARAMS = ResponseParams(temperature=0.7, top_p=0.9, max_tokens=12, seed=5, greedy_probes=1)
 CONTEXT = 512
@@ -197,3 +197,18 @@ def test_a_dialogue_without_user_turns_asks_nothing(chat: ChatTemplate) -> None:
     engine = Engine()
     (state,) = answered(chat, [make(0xA1, "system: Be brief.")], engine=engine).values()
     assert (state.turns, engine.asked) == ([], [])
+
+
+def test_a_conversation_that_the_template_refuses_is_set_aside_alone(tmp_path: Path) -> None:
+    refusing = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(make_tiny_target(tmp_path / "target", chat_template=refusing))
+    user = {"role": "user", "content": "Hello"}
+    taken = dialogue("a" * 32, "train", "s", "sampled", [user])
+    refused = dialogue("b" * 32, "train", "s", "sampled", [{"role": "system", "content": "Be brief."}, user])
+    answer(Engine(), template, [taken, refused], PARAMS, CONTEXT)  # type: ignore[arg-type]
+    assert len(taken.turns) == 1 and taken.refused is None
+    assert refused.turns == [] and refused.refused == "System role not supported"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def verify(
     greedy, sampled, head = greedy or recording.greedy, sampled or recording.sampled, head or recording.head
     check_form(sampled, LAYERS)
     check_form(greedy, LAYERS)
-    parity = check_greedy(greedy, head, LAYERS)
+    parity = check_greedy(greedy, head, LAYERS, engine_rounds=False)
     singles = [row.hidden_TLH for row in (alone or greedy)[:2]]
     return {
         "parity": parity.exact,
@@ -262,7 +263,7 @@ def test_noise_of_bfloat16_passes_between_alone_and_batch(recording: Recording) 
     assert 0 < verify(recording, alone=alone)["alone"] < 0.01
 
 
-@pytest.mark.parametrize("check", [check_greedy, check_sampled])
+@pytest.mark.parametrize("check", [partial(check_greedy, engine_rounds=False), check_sampled])
 def test_rows_without_generated_tokens_prove_nothing(recording: Recording, check: Callable[..., object]) -> None:
     rows = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in recording.greedy]
     with pytest.raises(EyasError, match="hold no generated token"):
@@ -280,18 +281,25 @@ def two_token_rows(gap: float, close: int, total: int) -> tuple[list[CheckedRow]
 
 
 def test_near_ties_are_counted_apart() -> None:
-    parity = check_greedy(*two_token_rows(2.0**-8, 2, 100), (0, 1))
+    parity = check_greedy(*two_token_rows(2.0**-8, 2, 100), (0, 1), engine_rounds=False)
     assert (parity.exact, parity.with_ties, parity.positions) == (0.98, 1.0, 100)
+
+
+def test_an_engine_that_rounds_ties_more_often() -> None:
+    rows, head = two_token_rows(3 * 2.0**-8, 2, 100)
+    with pytest.raises(EyasError, match=r"0\.9800 with near-ties"):
+        check_greedy(rows, head, (0, 1), engine_rounds=False)
+    assert check_greedy(rows, head, (0, 1), engine_rounds=True).with_ties == 1.0
 
 
 def test_a_clear_miss_is_no_near_tie() -> None:
     with pytest.raises(EyasError, match=r"at 0\.9900 of 100 greedy positions \(0\.9900 with near-ties"):
-        check_greedy(*two_token_rows(0.25, 1, 100), (0, 1))
+        check_greedy(*two_token_rows(0.25, 1, 100), (0, 1), engine_rounds=False)
 
 
 def test_too_many_near_ties_are_an_error() -> None:
     with pytest.raises(EyasError, match=r"at 0\.9700 of 100 greedy positions \(1\.0000 with near-ties"):
-        check_greedy(*two_token_rows(2.0**-8, 3, 100), (0, 1))
+        check_greedy(*two_token_rows(2.0**-8, 3, 100), (0, 1), engine_rounds=False)
 
 
 def test_bits_become_the_floats_they_stand_for() -> None:

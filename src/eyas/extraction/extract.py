@@ -126,7 +126,7 @@ def self_check(
     chosen = unproven or recorded
     sampled = [_checked(spool, spec, row) for row in chosen[:: max(1, len(chosen) // _SAMPLED_ROWS)][:_SAMPLED_ROWS]]
     check_form(probes, spec.layers)
-    parity = check_greedy(probes, head, spec.layers)
+    parity = check_greedy(probes, head, spec.layers, engine_rounds=target.dtype != "float32")
     singles = [alone.read(row_key(spec.fingerprint, row.input_ids))[1] for row in probes[:_ALONE_ROWS]]
     figures: dict[str, Any] = {
         "head_parity": parity.exact,
