@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ ROOT = Path(__file__).parents[2]
 PARAMS = (ROOT / "params.yaml").read_text()
 
 
-def changed(tmp_path: Path, old: str, new: str) -> Path:
-    assert old in PARAMS, old
+def changed(tmp_path: Path, pattern: str, new: str) -> Path:
+    """params.yaml with the first match replaced; smoke is the first profile, and its tuned numbers may change."""
+    text, count = re.subn(pattern, new, PARAMS, count=1)
+    assert count == 1, pattern
     file = tmp_path / "params.yaml"
-    file.write_text(PARAMS.replace(old, new, 1))  # the first profile is smoke
+    file.write_text(text)
     return file
 
 
@@ -48,7 +51,7 @@ def test_unknown_profile_names_the_nearest() -> None:
             "vocab.draft_vocab_sise: unknown parameter; did you mean `draft_vocab_size`?",
         ),
         ("    extract:", "    extracts:", "profiles.smoke.extracts: unknown parameter; did you mean `extract`?"),
-        ("source: package:chitchat, cap: 120", "source: package:chitchat, cup: 120", "did you mean `cap`?"),
+        ("cap: ", "cup: ", "did you mean `cap`?"),
         ("temperature:", "zzzz:", "responses.zzzz: unknown parameter; known: "),
     ],
 )
@@ -64,12 +67,12 @@ def test_a_mistyped_required_parameter_is_also_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
-        ("lr: 1.0e-3", "lr: 0", "profiles.smoke.train.lr"),
-        ("lr: 1.0e-3", "lr: fast", "profiles.smoke.train.lr"),
-        ("layers: [2, 15, 27, 30]", "layers: [15, 2, 27, 30]", "profiles.smoke.extract"),
-        ("codec: lossless", "codec: gzip", "profiles.smoke.extract.codec"),
-        ("validation_share: 0.1", "validation_share: 1.0", "profiles.smoke.dataset.validation_share"),
-        ("epochs: 4", "epochs: 4.5", "profiles.smoke.train.epochs"),
+        (r"\blr: \S+", "lr: 0", "profiles.smoke.train.lr"),
+        (r"\blr: \S+", "lr: fast", "profiles.smoke.train.lr"),
+        (r"layers: \[2, ", "layers: [15, 2, ", "profiles.smoke.extract"),
+        (r"codec: \w+", "codec: gzip", "profiles.smoke.extract.codec"),
+        (r"validation_share: \S+", "validation_share: 1.0", "profiles.smoke.dataset.validation_share"),
+        (r"epochs: \d+", "epochs: 4.5", "profiles.smoke.train.epochs"),
     ],
 )
 def test_bad_value_names_parameter_and_value(tmp_path: Path, old: str, new: str, where: str) -> None:
@@ -78,8 +81,8 @@ def test_bad_value_names_parameter_and_value(tmp_path: Path, old: str, new: str,
 
 
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
-    file = changed(tmp_path, "lr: 1.0e-3", "lr: -1")
-    file.write_text(file.read_text().replace("seed: 0", "sed: 0"))
+    file = changed(tmp_path, r"\blr: \S+", "lr: -1")
+    file.write_text(re.sub(r"\bmax_turns:", "max_turn:", file.read_text(), count=1))
     assert len(message(file).splitlines()) == 2
 
 
@@ -102,13 +105,13 @@ def test_no_profiles(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(("written", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("1.0e-04", 1e-4), ("1", 1.0)])
 def test_numbers_are_read_as_yaml_1_2(tmp_path: Path, written: str, value: float) -> None:
     """PyYAML, a YAML 1.1 reader, makes the string '1e-4' of the first."""
-    assert load_profile("smoke", changed(tmp_path, "lr: 1.0e-3", f"lr: {written}")).train.lr == value
+    assert load_profile("smoke", changed(tmp_path, r"\blr: \S+", f"lr: {written}")).train.lr == value
 
 
 def test_yes_is_no_boolean_and_octal_no_octal(tmp_path: Path) -> None:
-    file = changed(tmp_path, "source: bundled:smollm2-135m", "source: yes")
+    file = changed(tmp_path, r"source: bundled:\S+", "source: yes")
     assert load_profile("smoke", file).target.source == "yes"
-    assert load_profile("smoke", changed(tmp_path, "cap: 180", "cap: 010")).dataset.sources[1].cap == 10
+    assert load_profile("smoke", changed(tmp_path, r"cap: \d+", "cap: 010")).dataset.sources[0].cap == 10
 
 
 @given(st.floats(min_value=1e-12, max_value=1.0, allow_nan=False))

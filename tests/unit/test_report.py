@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from eyas.errors import EyasError
+from eyas.extraction import selfcheck
 from eyas.params import Profile, load_profile
 from eyas.report.page import serve_command, write_report
 from eyas.report.results import STAGES, read_results
@@ -308,7 +309,6 @@ def test_a_failing_check_is_marked_and_said_on_top(spoilt: str) -> None:
 
 
 def test_the_thresholds_are_those_of_the_self_check(metrics: Path) -> None:
-    selfcheck = pytest.importorskip("eyas.extraction.selfcheck")
     checks = {check.name: check.threshold for check in extraction_checks(read_results(metrics, "smoke").extract)}
     assert checks == {
         "head_parity": selfcheck.MIN_PARITY,

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eyas.console import console
-from eyas.errors import EyasError
 from eyas.store.fsck import compact, store_info, verify_store
 
 app = typer.Typer(no_args_is_help=True, help="Check, describe and compact a store of hidden states.")
 Directory = Annotated[Path, typer.Argument(help="The store: the directory with manifest.json.", show_default=False)]
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except EyasError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -36,8 +24,7 @@ def verify(
     workers: Annotated[int, typer.Option(min=1, help="Processes that read.")] = 1,
 ) -> None:
     """Read rows back and compare their checksums; exit status 1 with a list of all damage, if there is any."""
-    with _clear_errors():
-        damages = verify_store(directory, sample, workers)
+    damages = verify_store(directory, sample, workers)
     for damage in damages:
         place = [f"row {damage.row}" if damage.row else "", f"dataset {damage.dataset}" if damage.dataset else ""]
         console.print(
@@ -55,8 +42,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """Print rows, tokens, bytes, ratio, layers and fingerprint."""
-    with _clear_errors():
-        values = store_info(directory)
+    values = store_info(directory)
     if as_json:
         typer.echo(json.dumps(values, indent=2, sort_keys=True))
         return
@@ -68,9 +54,8 @@ def info(
 @app.command("compact")
 def compact_command(directory: Directory) -> None:
     """Write shards anew of which more than a third of the tokens are dead; the other shards stay as they are."""
-    with _clear_errors():
-        before = store_info(directory)
-        compact(directory, directory)
-        after = store_info(directory)
+    before = store_info(directory)
+    compact(directory, directory)
+    after = store_info(directory)
     freed = (before["bytes"] - after["bytes"]) / 2**20
     console.print(f"{directory}: {freed:,.1f} MiB freed, {after['dead_rows']} dead rows left", markup=False)
