@@ -176,7 +176,12 @@ def test_a_bad_end_is_one_message(checkout: Path, act: str, message: str) -> Non
 
 
 def test_an_interrupt_is_one_message(checkout: Path, started: list[subprocess.Popen[str]]) -> None:
-    process = start(checkout, "wait", "smoke")
+    # a shell's background job ignores the interrupt and hands that on; a process with a handler hands on the default
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = start(checkout, "wait", "smoke")
+    finally:
+        signal.signal(signal.SIGINT, before)
     started.append(process)
     wait_for((checkout / "started").exists)
     process.send_signal(signal.SIGINT)
