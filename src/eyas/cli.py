@@ -16,6 +16,7 @@ import eyas.store.cli
 from eyas.console import console
 from eyas.doctor import examine
 from eyas.errors import EyasError
+from eyas.extraction.repair import repair
 from eyas.files import write_text_atomic
 from eyas.packages import fetch_packages
 from eyas.params import PARAMS_FILE, load_profile, read_yaml
@@ -61,6 +62,19 @@ app.add_typer(packages_app, name="packages")
 app.add_typer(target_app, name="target")
 app.add_typer(metrics_app, name="metrics")
 app.add_typer(eyas.store.cli.app, name="store")
+
+
+@eyas.store.cli.app.command("repair")
+def repair_store(
+    directory: eyas.store.cli.Directory,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read.")] = 1,
+) -> None:
+    """Extract again just what is damaged: whole shards come from DVC's cache, readable rows are kept."""
+    damages = repair(directory, workers)
+    console.print(
+        f"{directory}: {f'mended, faults that were found: {len(damages)}' if damages else 'no damage found'}",
+        markup=False,
+    )
 
 
 def active_profiles() -> list[str]:

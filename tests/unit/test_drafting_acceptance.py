@@ -9,20 +9,17 @@ import pytest
 import torch
 
 from eyas.drafting.acceptance import AcceptanceCounter, TargetChoice, target_choice
-from eyas.drafting.data import Batch, TokenRow, collate
+from eyas.drafting.data import Batch
 from eyas.drafting.forward import Plan, draft_states, head_loss, make_plan
 from eyas.targets.head import load_head
 
-from .test_drafting_data import MemoryStore, make_case
+from .test_drafting_data import collate, make_case, make_row
 
 
 def _line(length: int, prompt: int = 2) -> tuple[Batch, Plan]:
     ids = np.arange(100, 100 + length, dtype=np.int32)
     mask = np.arange(length) >= prompt
-    row = TokenRow("c", "k", ids, mask)
-    store = MemoryStore()
-    store.add(row)
-    batch = collate(store, [row])
+    batch = collate([make_row("c", ids, mask)])
     return batch, make_plan(batch, 3)
 
 
@@ -103,7 +100,7 @@ def test_chains_equal_drafting_token_by_token(tmp_path: Path) -> None:
     """One pass over the text gives the chain that a head gives when it is fed its own tokens and states, as served."""
     case = make_case(tmp_path, rows=3)
     depths = 3
-    batch = collate(case.store, case.rows)
+    batch = collate(case.rows)
     plan = make_plan(batch, depths)
     with torch.no_grad():
         states = draft_states(case.model, batch, plan, depths)
@@ -153,7 +150,7 @@ def _served_chain(
 def test_target_choice(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=2)
     target = load_head(case.directory)
-    batch = collate(case.store, case.rows)
+    batch = collate(case.rows)
     choice = target_choice(batch, target, 0.7)
     slot = int(torch.nonzero(batch.mask_T)[5])
     logits = target.logits(target.normed(batch.final_TH[slot][None]))[0]

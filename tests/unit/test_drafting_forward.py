@@ -9,12 +9,11 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from eyas.drafting.data import collate
 from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
 from eyas.drafting.heads import make_head
 from eyas.params import DraftParams
 
-from .test_drafting_data import SIZES, make_case, make_target, random_row, vocabulary
+from .test_drafting_data import SIZES, collate, make_case, make_target, random_row, vocabulary
 
 
 def _gradients(model: torch.nn.Module) -> torch.Tensor:
@@ -28,7 +27,7 @@ def _gradients(model: torch.nn.Module) -> torch.Tensor:
 def test_equals_speculators_own_forward(tmp_path: Path, loss: str, shape: dict[str, object]) -> None:
     depths, decay = 3, 0.8
     case = make_case(tmp_path, rows=5, draft=DraftParams(**shape))
-    batch = collate(case.store, case.rows)
+    batch = collate(case.rows)
     model = case.model.train()
 
     documents = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
@@ -64,7 +63,7 @@ def test_equals_speculators_own_forward(tmp_path: Path, loss: str, shape: dict[s
 
 def test_chunks_do_not_change_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(tmp_path, rows=4)
-    batch = collate(case.store, case.rows)
+    batch = collate(case.rows)
     plan = make_plan(batch, 3)
     results = []
     for size in (1 << 30, 4 * SIZES.draft_vocab * 7):
@@ -80,7 +79,7 @@ def test_chunks_do_not_change_the_loss(tmp_path: Path, monkeypatch: pytest.Monke
 def test_documents_in_a_pack_neither_see_nor_supervise_each_other(tmp_path: Path) -> None:
     depths = 7
     case = make_case(tmp_path, rows=3, supervise_all=True)
-    together = collate(case.store, case.rows)
+    together = collate(case.rows)
     plan = make_plan(together, depths)
     with torch.no_grad():
         states = draft_states(case.model, together, plan, depths)
@@ -88,7 +87,7 @@ def test_documents_in_a_pack_neither_see_nor_supervise_each_other(tmp_path: Path
     sums = torch.zeros(depths)
     first = 0
     for row in case.rows:
-        alone = collate(case.store, [row])
+        alone = collate([row])
         own = make_plan(alone, depths)
         with torch.no_grad():
             own_states = draft_states(case.model, alone, own, depths)
@@ -108,10 +107,9 @@ def test_documents_in_a_pack_neither_see_nor_supervise_each_other(tmp_path: Path
 def test_a_neighbour_changes_nothing(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=2, supervise_all=True)
     other = random_row(np.random.default_rng(99), 17, supervise_all=True)
-    case.store.add(other)
     outs = []
     for neighbour in (case.rows[1], other):
-        batch = collate(case.store, [case.rows[0], neighbour])
+        batch = collate([case.rows[0], neighbour])
         plan = make_plan(batch, 7)
         with torch.no_grad():
             outs.append(draft_states(case.model, batch, plan, 7)[:, : case.rows[0].slots])
@@ -122,7 +120,7 @@ def test_a_neighbour_changes_nothing(tmp_path: Path) -> None:
 
 def test_no_work_past_what_is_supervised(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=2)
-    batch = collate(case.store, case.rows)
+    batch = collate(case.rows)
     plan = make_plan(batch, 3)
     # two turns a row, each with two slots before it whose later depths are supervised
     assert len(plan.active_N) == int(batch.mask_T.sum()) + 2 * 2 * len(case.rows)

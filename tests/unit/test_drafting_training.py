@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,20 @@ from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 
 from eyas.drafting.heads import export
-from eyas.drafting.training import Training, fit, learning_rate
+from eyas.drafting.records import train_metrics
+from eyas.drafting.training import Training, TrainingData, fit, learning_rate
 from eyas.errors import EyasError
 from eyas.params import TrainParams
 from eyas.targets.head import load_head
 
-from .test_drafting_data import Case, Stored, make_case
+from .test_drafting_data import Case, make_case, make_store, states_of
 
 _PARAMS = TrainParams(epochs=3, lr=3e-3, tokens_per_step=64, ttt_steps=3, autocast="float32")
 
 
-def _fit(case: Case, params: TrainParams = _PARAMS) -> Training:
-    return fit(case.model, case.store, case.rows[1:], case.rows[:1], params, load_head(case.directory), 0.7)
+def _fit(case: Case, params: TrainParams = _PARAMS, changed: Mapping[str, np.ndarray] | None = None) -> Training:
+    data = TrainingData(make_store(case.folder, case.rows, changed), case.rows[1:], case.rows[:1], workers=1)
+    return fit(case.model, data, params, load_head(case.directory), 0.7)
 
 
 def test_learns_and_repeats_itself(tmp_path: Path) -> None:
@@ -38,6 +41,8 @@ def test_learns_and_repeats_itself(tmp_path: Path) -> None:
     epochs = runs[0][0].epochs
     assert epochs[-1].train_loss < epochs[0].train_loss
     assert runs[0][0].tokens_per_s > 0
+    assert all(0 < step.waiting_share < 1 for step in runs[0][0].steps)
+    assert 0 < train_metrics(runs[0][0])["waiting_share"] < 1
 
 
 def test_frozen_weights_stay(tmp_path: Path) -> None:
@@ -70,11 +75,10 @@ def test_best_epoch_is_kept_by_acceptance_not_by_loss(tmp_path: Path, monkeypatc
 def test_a_bad_batch_names_its_rows_and_changes_nothing(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=3)
     key = case.rows[1].key
-    bits = case.store.rows[key].hidden_TLH.copy()
+    bits = states_of(case.rows[1]).copy()
     bits[2, 0, 0] = 0x7FC0  # NaN
-    case.store.rows[key] = Stored(case.rows[1].input_ids, bits)
     with pytest.raises(EyasError, match=case.rows[1].conversation_id):
-        _fit(case)
+        _fit(case, changed={key: bits})
     assert all(p.isfinite().all() for p in case.model.parameters())
 
 

@@ -23,6 +23,7 @@ PACKAGES = {
     "speculators": "speculators",
     "h5py": "h5py",
     "hdf5plugin": "hdf5plugin",
+    "zstandard": "zstandard",
     "tokenizers": "tokenizers",
     "matplotlib": "matplotlib",
     "jinja2": "jinja2",

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from eyas.extraction.responses import Dialogue, answer, dialogue
+from eyas.extraction.answers import AnswerLog, Turn, answer_key
+from eyas.extraction.responses import Dialogue, answer, ask_engine, dialogue
 from eyas.params import ResponseParams
 from eyas.templates.chat import ChatTemplate, Message
 from eyas.templates.encoding import GeneratedTurn, encode_turns
@@ -98,11 +101,26 @@ def several() -> list[Dialogue]:
     ]
 
 
+def answer_all(
+    engine: Any,
+    chat: ChatTemplate,
+    dialogues: list[Dialogue],
+    params: ResponseParams = PARAMS,
+    context: int = CONTEXT,
+    log: Path | None = None,
+) -> int:
+    with TemporaryDirectory() as folder:
+        answers = AnswerLog(log or Path(folder) / "answers.jsonl")
+        ask = partial(ask_engine, engine, params, log=answers)
+        asked = answer(ask, answers, {"seed": params.seed}, chat, dialogues, params, context)
+        answers.close()
+    return asked
+
+
 def answered(
     chat: ChatTemplate, dialogues: list[Dialogue], params: ResponseParams = PARAMS, engine: Engine | None = None
 ) -> dict[str, Dialogue]:
-    stand_in: Any = engine or Engine()
-    answer(stand_in, chat, dialogues, params, CONTEXT)
+    answer_all(engine or Engine(), chat, dialogues, params)
     return {state.conversation_id: state for state in dialogues}
 
 
@@ -180,9 +198,8 @@ def test_the_context_is_filled_to_the_last_token(chat: ChatTemplate) -> None:
     state = make(0xA1, "user: Hello!")
     room = len(chat.prompt_ids(state.pending)) + PARAMS.max_tokens
     for length, turns in ((room, 1), (room - 1, 0)):
-        stand_in: Any = Engine()
         copy = deepcopy(state)
-        answer(stand_in, chat, [copy], PARAMS, length)
+        answer_all(Engine(), chat, [copy], context=length)
         assert (len(copy.turns), copy.cut) == (turns, turns == 0)
 
 
@@ -209,6 +226,65 @@ def test_a_conversation_that_the_template_refuses_is_set_aside_alone(tmp_path: P
     user = {"role": "user", "content": "Hello"}
     taken = dialogue("a" * 32, "train", "s", "sampled", [user])
     refused = dialogue("b" * 32, "train", "s", "sampled", [{"role": "system", "content": "Be brief."}, user])
-    answer(Engine(), template, [taken, refused], PARAMS, CONTEXT)  # type: ignore[arg-type]
+    answer_all(Engine(), template, [taken, refused])
     assert len(taken.turns) == 1 and taken.refused is None
     assert refused.turns == [] and refused.refused == "System role not supported"
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+def test_a_killed_run_goes_on_with_the_answers_that_it_had(chat: ChatTemplate, tmp_path: Path) -> None:
+    expected = answered(chat, several())
+    log, asked = tmp_path / "answers.jsonl", []
+    for kills in range(1, 20):
+        left = 2
+
+        def speak(prompt: list[int], sampling: Sampling) -> list[int]:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return varied(prompt, sampling)
+
+        states = several()
+        engine = Engine(speak)
+        try:
+            answer_all(engine, chat, states, log=log)
+        except Killed:
+            asked.append(kills)
+            with log.open("ab") as stream:  # a line that the kill cut short
+                stream.write(b"0" * 70)
+            continue
+        break
+    assert len(asked) == 4  # 9 answers, two a run
+    assert {state.conversation_id: state for state in states} == expected
+    nobody = Engine(lambda prompt, sampling: [])
+    assert answer_all(nobody, chat, several(), log=log) == 0
+    assert nobody.asked == []
+
+
+def test_added_conversations_are_all_that_is_asked(chat: ChatTemplate, tmp_path: Path) -> None:
+    log = tmp_path / "answers.jsonl"
+    assert answer_all(Engine(), chat, several(), log=log) == 9
+    more = [make(0xF6, "user: Hello again!"), *several()]
+    assert answer_all(Engine(), chat, more, log=log) == 1
+    assert answer_all(Engine(), chat, several(), PARAMS.model_copy(update={"seed": 6}), log=log) > 5
+
+
+def test_a_damaged_line_counts_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    log = AnswerLog(path)
+    keys = [answer_key({}, [number], 0, False) for number in range(3)]
+    for number, key in enumerate(keys):
+        log.add(key, Turn([number], [5, END], [-0.1, -1e-9], "stop", False))
+    log.close()
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"[1]", b"[7]"))
+    again = AnswerLog(path)
+    assert [again.get(key) is None for key in keys] == [False, True, False]
+    turn = again.get(keys[2])
+    assert turn is not None and turn.logprobs == [-0.1, -1e-9]
+    assert len({answer_key({}, [1], 0, greedy) for greedy in (True, False)}) == 2
+    assert answer_key({}, [1], 0, True) == answer_key({}, [1], 9, True)

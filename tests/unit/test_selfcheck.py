@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from eyas.conversations.loops import is_looped
 from eyas.errors import EyasError
+from eyas.extraction.form import CheckedRow, check_form
 from eyas.extraction.reference import reference_states
 from eyas.extraction.selfcheck import (
-    CheckedRow,
     check_alone,
-    check_form,
     check_greedy,
     check_reference,
     check_sampled,

@@ -4,12 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from eyas.errors import EyasError
 from eyas.store.batches import PackedBatches
 from eyas.store.format import StoreSpec
 from eyas.store.reader import StoreReader
-from eyas.store.writer import RowSpool, publish
+from eyas.store.spool import RowSpool
+from eyas.store.writer import publish
 
 SPEC = StoreSpec((1, 2), 128, "lossless", {"engine": "fixed"}, 1)
 
@@ -24,7 +26,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> StoreReader:
         tokens = int(source.integers(20, 400))
         hidden = source.integers(0, 65536, (tokens, 2, 128)).astype(np.uint16)
         keys.append(spool.write(source.integers(0, 1000, tokens).astype(np.int32), hidden))
-    publish(spool, folder / "store", SPEC, keys, None)
+    publish(spool, folder / "store", SPEC, keys)
     return StoreReader(folder / "store")
 
 
@@ -61,23 +63,47 @@ def test_ranks_share_the_epoch(reader: StoreReader) -> None:
     assert together == [batch.keys for batch in whole]
 
 
-def test_reading_a_batch(reader: StoreReader) -> None:
-    batches = PackedBatches(reader, reader.keys, 1024, seed=3, epoch=2)
-    hidden, ids = np.empty((1024, 2, 128), np.uint16), np.empty(1024, np.int32)
-    lengths = batches.read_into(5, hidden, ids)
-    start = 0
-    for key, length in zip(batches[5].keys, lengths, strict=True):
-        row = reader.read(key)
-        assert np.array_equal(hidden[start : start + length], row.hidden_TLH)
-        assert np.array_equal(ids[start : start + length], row.input_ids)
-        start += length
-    assert start == batches[5].tokens
+class _Batches(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """What a loader of somebody else's would make of a plan."""
+
+    def __init__(self, plan: PackedBatches) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [self.plan.reader.read(key) for key in self.plan[position].keys]
+        states = np.concatenate([row.hidden_TLH for row in rows])
+        return torch.from_numpy(np.concatenate([row.input_ids for row in rows])), torch.from_numpy(states)
 
 
-def test_a_row_longer_than_a_batch_is_an_error(reader: StoreReader) -> None:
-    with pytest.raises(EyasError, match="tokens per step"):
-        PackedBatches(reader, reader.keys, 100, seed=0, epoch=0)
+def test_a_plan_goes_to_spawned_workers_of_torch(reader: StoreReader) -> None:
+    plan = PackedBatches(reader, reader.keys, 4096, seed=3, epoch=2)
+    reader.read(reader.keys[0])  # an open shard is no obstacle
+    loader = torch.utils.data.DataLoader(
+        _Batches(plan), batch_size=None, num_workers=2, multiprocessing_context="spawn"
+    )
+    loaded = list(loader)
+    assert len(loaded) == len(plan)
+    for batch, (ids, states) in zip(plan, loaded, strict=True):
+        rows = [reader.read(key) for key in batch.keys]
+        assert np.array_equal(ids.numpy(), np.concatenate([row.input_ids for row in rows]))
+        assert np.array_equal(states.numpy(), np.concatenate([row.hidden_TLH for row in rows]))
+
+
+def test_a_row_longer_than_a_batch_comes_alone(reader: StoreReader) -> None:
+    batches = PackedBatches(reader, reader.keys, 200, seed=0, epoch=0)
+    assert sorted(key for batch in batches for key in batch.keys) == sorted(reader.keys)
+    assert all(len(batch.keys) == 1 for batch in batches if batch.tokens > 200)
+    assert batches.capacity == max(reader.lengths) == max(batch.tokens for batch in batches) > 200
+    assert PackedBatches(reader, reader.keys, 1024, seed=0, epoch=0).capacity == 1024
+
+
+def test_what_cannot_be_planned_is_an_error(reader: StoreReader) -> None:
     with pytest.raises(EyasError, match="no live row"):
         PackedBatches(reader, ["0" * 32], 1024, seed=0, epoch=0)
     with pytest.raises(EyasError, match="rank"):
         PackedBatches(reader, reader.keys, 1024, 0, 0, 2, 2)
+    with pytest.raises(EyasError, match="no rows"):
+        PackedBatches(reader, [], 1024, seed=0, epoch=0)

@@ -19,7 +19,8 @@ from eyas.errors import EyasError
 from eyas.store.codecs import decode_fp8, encode_fp8
 from eyas.store.format import StoreSpec, row_key
 from eyas.store.reader import StoreReader
-from eyas.store.writer import RowSpool, publish, seal_full_shards
+from eyas.store.spool import RowSpool
+from eyas.store.writer import Sealer, publish
 
 IDENTITY = {"weights_hash": "abc", "dtype": "bfloat16", "norm": "1.0", "engine": "fixed", "engine_version": "1"}
 SPEC = StoreSpec((1, 3), 8, "lossless", IDENTITY, 1)
@@ -60,7 +61,7 @@ def test_every_bit_pattern_comes_back(tmp_path: Path, codec: str) -> None:
         (np.array([-1], np.int32), np.broadcast_to(special, (1, 2, 8))),
     ]
     keys = fill(spool, rows)
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     with StoreReader(tmp_path / "store") as reader:
         assert reader.keys == keys
         for key, (ids, hidden) in zip(keys, rows, strict=True):
@@ -74,7 +75,7 @@ def test_fp8_is_the_codecs_value_and_says_that_it_is_lossy(tmp_path: Path) -> No
     spool = RowSpool(tmp_path / "rows", spec)
     rows = make_rows(9, spec)
     keys = fill(spool, rows)
-    manifest = publish(spool, tmp_path / "store", spec, keys, None)
+    manifest = publish(spool, tmp_path / "store", spec, keys)
     reader = StoreReader(tmp_path / "store")
     for key, (_, hidden) in zip(keys, rows, strict=True):
         assert np.array_equal(reader.read(key).hidden_TLH, decode_fp8(*encode_fp8(hidden)))
@@ -96,7 +97,7 @@ def test_any_row_lengths(tmp_path_factory: pytest.TempPathFactory, lengths: list
     spool = RowSpool(folder / "rows", spec)
     rows = [make_row(number, length, spec) for number, length in enumerate(lengths)]
     keys = fill(spool, rows)
-    publish(spool, folder / "store", spec, keys, None)
+    publish(spool, folder / "store", spec, keys)
     reader = StoreReader(folder / "store")
     assert reader.lengths == lengths
     hidden_buffer, ids_buffer = np.zeros((800, 3, hidden), np.uint16), np.zeros(800, np.int32)
@@ -116,7 +117,7 @@ def test_completion_order_leaves_no_trace(tmp_path: Path, codec: str) -> None:
         for index in order:
             spool.write(*rows[index])
         keys = [row_key(spec.fingerprint, ids) for ids, _ in rows]
-        publish(spool, tmp_path / name / "store", spec, keys, None)
+        publish(spool, tmp_path / name / "store", spec, keys)
         stores.append(digests(tmp_path / name / "store"))
     assert stores[0] == stores[1]
     assert len(stores[0]) > 3
@@ -126,13 +127,13 @@ def test_workers_and_blosc_threads_leave_no_trace(tmp_path: Path) -> None:
     spec = wide()
     spool = RowSpool(tmp_path / "one" / "rows", spec)
     keys = fill(spool, make_rows(30, spec))
-    publish(spool, tmp_path / "one" / "store", spec, keys, None)
+    publish(spool, tmp_path / "one" / "store", spec, keys)
     other = RowSpool(tmp_path / "two" / "rows", spec)
     fill(other, make_rows(30, spec))
     script = tmp_path / "publish.py"
     script.write_text(
         "import pickle, sys\nfrom eyas.store.writer import publish\n"
-        "if __name__ == '__main__':\n    publish(*pickle.load(open(sys.argv[1], 'rb')), None, workers=2)\n"
+        "if __name__ == '__main__':\n    publish(*pickle.load(open(sys.argv[1], 'rb')), workers=2)\n"
     )
     import pickle
 
@@ -147,29 +148,55 @@ def test_sealing_while_rows_arrive_leaves_no_trace(tmp_path: Path) -> None:
     rows = make_rows(40, spec)
     plain = RowSpool(tmp_path / "plain" / "rows", spec)
     keys = fill(plain, rows)
-    publish(plain, tmp_path / "plain" / "store", spec, keys, None)
+    publish(plain, tmp_path / "plain" / "store", spec, keys)
     rolling = RowSpool(tmp_path / "rolling" / "rows", spec)
-    sealed = 0
-    for index, row in enumerate(rows):
-        rolling.write(*row)
-        if index % 10 == 9:
-            sealed += seal_full_shards(rolling, spec, keys)
-    assert sealed
-    assert len(list((tmp_path / "rolling" / "rows").glob("*.row"))) < 40
+    lengths = {key: len(row[0]) for key, row in zip(keys, rows, strict=True)}
+    with Sealer(rolling, spec, lengths, workers=2) as sealer:
+        for first in range(0, len(rows), 8):
+            for row in rows[first : first + 8][::-1]:
+                sealer.wait_for_room()
+                rolling.write(*row)
+    assert len(list((tmp_path / "rolling" / "shards").glob("shard-*.h5"))) > 2
+    assert len(rolling.loose()) < 20
     assert all(rolling.has(key) for key in keys)
     assert rolling.keys() == sorted(keys)
-    publish(rolling, tmp_path / "rolling" / "store", spec, keys, None)
+    publish(rolling, tmp_path / "rolling" / "store", spec, keys)
     assert digests(tmp_path / "plain" / "store") == digests(tmp_path / "rolling" / "store")
+
+
+def test_sealing_stops_where_recording_does_and_tells_of_its_errors(tmp_path: Path) -> None:
+    spec = wide()
+    rows = make_rows(40, spec)
+    lengths = {row_key(spec.fingerprint, ids): len(ids) for ids, _ in rows}
+    spool = RowSpool(tmp_path / "work" / "rows", spec)
+    with Sealer(spool, spec, lengths, workers=1):
+        spool.write(*rows[0])
+    assert len(spool.loose()) == 1
+    torn = tmp_path / "work" / "rows" / f"{spool.loose()[0]}.row"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    with pytest.raises(EyasError, match="run the extraction again"), Sealer(spool, spec, lengths, workers=1):
+        fill(spool, rows[1:])
+
+
+def test_a_torn_loose_row_is_missing_and_removed(tmp_path: Path) -> None:
+    spool = RowSpool(tmp_path / "work" / "rows", SPEC)
+    keys = fill(spool, make_rows(3, SPEC))
+    path = tmp_path / "work" / "rows" / f"{keys[1]}.row"
+    path.write_bytes(path.read_bytes()[:-1])
+    again = RowSpool(tmp_path / "work" / "rows", SPEC)
+    assert again.arrived(keys[1])
+    assert again.missing([*keys, "0" * 32]) == [keys[1], "0" * 32]
+    assert not again.arrived(keys[1])
 
 
 def test_adding_rows_leaves_earlier_shards_as_they_are(tmp_path: Path) -> None:
     spec = wide()
     spool = RowSpool(tmp_path / "work" / "rows", spec)
     keys = fill(spool, make_rows(30, spec))
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     before = digests(tmp_path / "store")
     more = fill(spool, make_rows(3, spec, first=100))
-    publish(spool, tmp_path / "store", spec, more[:1] + keys[::-1] + more[1:], None)
+    publish(spool, tmp_path / "store", spec, more[:1] + keys[::-1] + more[1:])
     after = digests(tmp_path / "store")
     shards = {name: md5 for name, md5 in before.items() if name != "manifest.json"}
     assert shards.items() <= after.items()
@@ -181,12 +208,13 @@ def test_a_pulled_store_on_another_machine_is_reused(tmp_path: Path) -> None:
     spec = wide()
     spool = RowSpool(tmp_path / "first" / "rows", spec)
     keys = fill(spool, make_rows(30, spec))
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     elsewhere = RowSpool(tmp_path / "second" / "rows", spec)
-    assert elsewhere.adopt(tmp_path / "store") > 1
+    assert elsewhere.adopt(tmp_path / "store") == []
+    assert len(elsewhere.published()) > 1
     assert all(elsewhere.has(key) for key in keys)
     more = fill(elsewhere, make_rows(2, spec, first=100))
-    publish(elsewhere, tmp_path / "again", spec, keys + more, tmp_path / "store")
+    publish(elsewhere, tmp_path / "again", spec, keys + more)
     before, after = digests(tmp_path / "store"), digests(tmp_path / "again")
     assert {name for name in before if name != "manifest.json"} < set(after)
     name = StoreReader(tmp_path / "store").shard_of(keys[0])
@@ -198,14 +226,14 @@ def test_removing_rows_rewrites_no_shard_and_brings_them_back_for_nothing(tmp_pa
     spool = RowSpool(tmp_path / "work" / "rows", spec)
     rows = make_rows(30, spec)
     keys = fill(spool, rows)
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     before = digests(tmp_path / "store")
-    publish(spool, tmp_path / "store", spec, keys[::2], None)
+    publish(spool, tmp_path / "store", spec, keys[::2])
     after = digests(tmp_path / "store")
     assert {name for name in after if name != "manifest.json"} <= set(before)
     assert all(before[name] == md5 for name, md5 in after.items() if name != "manifest.json")
     assert StoreReader(tmp_path / "store").keys == keys[::2]
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     assert digests(tmp_path / "store") == before
 
 
@@ -214,10 +242,10 @@ def test_another_codec_takes_the_same_rows(tmp_path: Path) -> None:
     spool = RowSpool(tmp_path / "work" / "rows", spec)
     rows = make_rows(10, spec)
     keys = fill(spool, rows)
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     changed = RowSpool(tmp_path / "work" / "rows", plain)
     assert all(changed.has(key) for key in keys)
-    publish(changed, tmp_path / "store", plain, keys, None)
+    publish(changed, tmp_path / "store", plain, keys)
     reader = StoreReader(tmp_path / "store")
     assert {shard.codec for shard in reader.manifest.shards} == {"none"}
     assert np.array_equal(reader.read(keys[4]).hidden_TLH, rows[4][1])
@@ -227,7 +255,7 @@ def test_none_can_be_mapped_into_memory(tmp_path: Path) -> None:
     spec = wide("none")
     spool = RowSpool(tmp_path / "work" / "rows", spec)
     rows = make_rows(3, spec)
-    publish(spool, tmp_path / "store", spec, fill(spool, rows), None)
+    publish(spool, tmp_path / "store", spec, fill(spool, rows))
     [path] = (tmp_path / "store").glob("*.h5")
     with h5py.File(path) as file:
         states = file["hidden_states"]
@@ -240,7 +268,7 @@ def test_the_format_document_reads_a_store_with_h5py_alone(tmp_path: Path) -> No
     spool = RowSpool(tmp_path / "work" / "rows", spec)
     rows = make_rows(12, spec)
     keys = fill(spool, rows)
-    publish(spool, tmp_path / "store", spec, keys, None)
+    publish(spool, tmp_path / "store", spec, keys)
     text = (Path(__file__).parents[2] / "docs" / "store-format.md").read_text()
     code = text.split("```python\n", 1)[1].split("```", 1)[0]
     space: dict[str, Any] = {}
@@ -255,9 +283,9 @@ def test_a_key_that_is_nowhere_is_an_error(tmp_path: Path) -> None:
     spool = RowSpool(tmp_path / "rows", SPEC)
     keys = fill(spool, make_rows(2, SPEC))
     with pytest.raises(EyasError, match="neither"):
-        publish(spool, tmp_path / "store", SPEC, [*keys, "0" * 32], None)
+        publish(spool, tmp_path / "store", SPEC, [*keys, "0" * 32])
     with pytest.raises(EyasError, match="no rows"):
-        publish(spool, tmp_path / "store", SPEC, [], None)
+        publish(spool, tmp_path / "store", SPEC, [])
     assert not (tmp_path / "store").exists()
 
 
@@ -311,7 +339,7 @@ def test_two_processes_write_rows_at_once(tmp_path: Path) -> None:
     rows = make_rows(20, wide())
     keys = [row_key(wide().fingerprint, ids) for ids, _ in rows]
     assert spool.keys() == sorted(keys)
-    publish(spool, tmp_path / "store", wide(), keys, None)
+    publish(spool, tmp_path / "store", wide(), keys)
     assert np.array_equal(StoreReader(tmp_path / "store").read(keys[7]).hidden_TLH, rows[7][1])
 
 
@@ -331,14 +359,12 @@ def test_the_fingerprint_changes_with_what_decides_the_bits_and_with_nothing_els
     assert replace(SPEC, layers=(1, 4)).differences(SPEC) == ["layers: [1, 3] → [1, 4]"]
 
 
-def test_a_store_of_another_fingerprint_is_left_alone_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_of_another_fingerprint_is_left_alone_and_says_why(tmp_path: Path) -> None:
     spool = RowSpool(tmp_path / "a" / "rows", SPEC)
-    publish(spool, tmp_path / "store", SPEC, fill(spool, make_rows(2, SPEC)), None)
-    newer = replace(SPEC, identity=IDENTITY | {"engine_version": "2"})
-    assert RowSpool(tmp_path / "b" / "rows", newer).adopt(tmp_path / "store") == 0
-    assert "engine_version: 1 → 2" in capsys.readouterr().err
+    publish(spool, tmp_path / "store", SPEC, fill(spool, make_rows(2, SPEC)))
+    newer = RowSpool(tmp_path / "b" / "rows", replace(SPEC, identity=IDENTITY | {"engine_version": "2"}))
+    assert newer.adopt(tmp_path / "store") == ["engine_version: 1 → 2"]
+    assert newer.keys() == []
 
 
 def test_specification_survives_json() -> None:

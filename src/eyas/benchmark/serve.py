@@ -22,7 +22,7 @@ from eyas.errors import EyasError
 from eyas.extraction.engine import open_engine
 from eyas.files import write_json_atomic
 from eyas.params import Machine, TargetParams
-from eyas.stage import die_with_parent
+from eyas.process import die_with_parent
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -1,41 +1,31 @@
-"""Rows of the store joined with their loss masks, aligned as the head is fed when it is served, packed into batches.
+"""Batches of the store joined with their loss masks, aligned as the head is fed when it is served.
 
-Takes ``tokens.parquet`` rows and a store reader; gives `Batch`es of whole rows laid end to end, without padding.
-A row of tokens x0..x(n-1) becomes n-1 slots. Slot p has the input token x(p+1), the auxiliary states of x(p), the
-target's final state at x(p+1) as its teacher, and the mask of x(p+1): the mask travels with the label it weighs.
-Shape legend: T slots, A auxiliary layers times hidden size, H hidden size, L recorded layers.
+Takes ``tokens.parquet`` rows and a plan of the store's rows; gives `Batch`es of whole rows laid end to end, without
+padding, on the device. A row of tokens x0..x(n-1) becomes n-1 slots. Slot p has the input token x(p+1), the auxiliary
+states of x(p), the target's final state at x(p+1) as its teacher, and the mask of x(p+1): the mask travels with the label
+it weighs.
+Shape legend: T slots, N packed tokens, L recorded layers, H hidden size, E = L * H, A = (L - 1) * H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eyas.errors import EyasError
+from eyas.store.batches import PackedBatches
+from eyas.store.feed import BatchFeed, FedBatch
 
-
-class StoredRow(Protocol):
-    """What a store gives for a key."""
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        """int32 [T]."""
-
-    @property
-    def hidden_TLH(self) -> np.ndarray:
-        """uint16 [T, L, H], bfloat16 bit patterns."""
-
-
-class RowReader(Protocol):
-    """A store, seen from here."""
-
-    def read(self, key: str) -> StoredRow:
-        """The row of a key."""
+_DEVICE_BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole rows laid end to end; `lengths` has the slots of each."""
+    """Whole rows laid end to end; `lengths` has the slots of each. The mask is on the CPU, where batches are planned."""
 
     input_ids_T: torch.Tensor  # int64
     aux_TA: torch.Tensor  # bfloat16
@@ -69,18 +59,6 @@ class Batch:
     positions_T: torch.Tensor  # int64, from 1 in each row
     lengths: list[int]
     rows: list[TokenRow]
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; the mask stays where batches are planned, on the CPU."""
-        if device.type == "cpu":
-            return self
-        return replace(
-            self,
-            input_ids_T=self.input_ids_T.to(device),
-            aux_TA=self.aux_TA.to(device),
-            final_TH=self.final_TH.to(device),
-            positions_T=self.positions_T.to(device),
-        )
 
 
 def token_rows(table: Sequence[dict[str, Any]], split: str, key_of: Callable[[Sequence[int]], str]) -> list[TokenRow]:
@@ -110,65 +88,139 @@ def token_rows(table: Sequence[dict[str, Any]], split: str, key_of: Callable[[Se
     return rows
 
 
-def load_row(reader: RowReader, row: TokenRow) -> torch.Tensor:
-    """The row's states, bfloat16 [n, L, H], sharing memory with what the reader gave.
-
-    Raises:
-        EyasError: the store has other tokens under this key.
-    """
-    stored = reader.read(row.key)
-    if not np.array_equal(stored.input_ids, row.input_ids):
-        raise EyasError(
-            f"store: row {row.key} has other tokens than {row.conversation_id}; run the `extract` stage again"
-        )
-    return torch.from_numpy(stored.hidden_TLH.view(np.int16)).view(torch.bfloat16)
+def by_key(rows: Sequence[TokenRow]) -> dict[str, list[TokenRow]]:
+    """Rows by their key in the store; conversations of the same tokens share one."""
+    found: dict[str, list[TokenRow]] = {}
+    for row in rows:
+        found.setdefault(row.key, []).append(row)
+    return found
 
 
-def collate(reader: RowReader, rows: Sequence[TokenRow]) -> Batch:
-    """One batch of whole rows.
+def to_batch(fed: FedBatch, rows_by_key: Mapping[str, Sequence[TokenRow]], device: torch.device) -> Batch:
+    """Join packed rows with their masks, and cut the slots out of their states on the device.
+
+    To a GPU the packed states go as they are; the fed buffer must not change until the current stream has copied it. On the
+    CPU nothing of the batch shares memory with the buffer.
+
+    Args:
+        fed: the packed rows.
+        rows_by_key: of the token table, as `by_key` gives them.
+        device: where the batch goes.
 
     Raises:
         EyasError: the store has other tokens under a row's key, or a mask does not weigh the inputs it marks.
     """
-    states = [load_row(reader, row) for row in rows]
+    rows, before = [], []
+    for key, end, length in zip(fed.batch.keys, accumulate(fed.lengths), fed.lengths, strict=True):
+        for row in rows_by_key[key]:
+            if not np.array_equal(fed.input_ids[end - length : end], row.input_ids):
+                raise EyasError(
+                    f"store: row {row.key} has other tokens than {row.conversation_id}; run the `extract` stage again"
+                )
+            rows.append(row)
+            before.append(np.arange(end - length, end - 1))
     ids = np.concatenate([row.input_ids[1:] for row in rows])
     mask = np.concatenate([row.loss_mask[1:] for row in rows])
     # taken from the unshifted table on purpose; a first token is never an input
     marked = np.concatenate([row.input_ids[row.loss_mask][int(row.loss_mask[0]) :] for row in rows])
     if not np.array_equal(ids[mask], marked):
         raise EyasError(f"batch of {rows[0].conversation_id}…: the loss mask weighs other inputs than it marks")
+    states_NLH = torch.from_numpy(fed.hidden_TLH.view(np.int16)).view(torch.bfloat16).to(device, non_blocking=True)
+    states_NE, hidden = states_NLH.flatten(1), states_NLH.shape[2]
+    before_T = torch.from_numpy(np.concatenate(before)).to(device)
     return Batch(
-        torch.from_numpy(ids.astype(np.int64)),
-        torch.cat([s[:-1, :-1].flatten(1) for s in states]),
-        torch.cat([s[1:, -1] for s in states]),
+        torch.from_numpy(ids.astype(np.int64)).to(device),
+        states_NE[:, :-hidden].index_select(0, before_T),
+        states_NE[:, -hidden:].index_select(0, before_T + 1),
         torch.from_numpy(mask),
-        torch.cat([torch.arange(1, row.slots + 1) for row in rows]),
+        torch.cat([torch.arange(1, row.slots + 1) for row in rows]).to(device),
         [row.slots for row in rows],
-        list(rows),
+        rows,
     )
 
 
-def pack(rows: Sequence[TokenRow], tokens_per_step: int, seed: int | None = None) -> list[list[TokenRow]]:
-    """Fill batches with whole rows, in a seeded random order or as they come; a longer row is a batch of its own."""
-    order = range(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
-    packs: list[list[TokenRow]] = []
-    room = 0
-    for index in order:
-        row = rows[index]
-        if row.slots > room:
-            packs.append([])
-            room = tokens_per_step
-        packs[-1].append(row)
-        room -= row.slots
-    return packs
+class _Pinned:
+    """Buffers that are registered with CUDA, so that copies from them run beside the CPU; a context manager."""
+
+    def __init__(self) -> None:
+        self._buffers: list[NDArray[np.uint8]] = []
+
+    def register(self, buffer: NDArray[np.uint8]) -> None:
+        """Pin a buffer.
+
+        Raises:
+            EyasError: CUDA refuses.
+        """
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
+        if code:
+            raise EyasError(
+                f"CUDA cannot pin {buffer.nbytes >> 20} MiB of main memory (error {code}): free some, "
+                "or lower train.tokens_per_step"
+            )
+        self._buffers.append(buffer)
+
+    def __enter__(self) -> _Pinned:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        codes = [int(torch.cuda.cudart().cudaHostUnregister(buffer.ctypes.data)) for buffer in self._buffers]
+        self._buffers.clear()
+        if any(codes) and kind is None:
+            raise EyasError(f"CUDA cannot release pinned memory (error {max(codes)}); look for an earlier CUDA error")
 
 
-def batches(reader: RowReader, packs: Sequence[Sequence[TokenRow]], device: torch.device) -> Iterator[Batch]:
-    """Collate packs in order, one ahead of the consumer."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(collate, reader, packs[0])
-        for following in [*packs[1:], None]:
-            batch = ahead.result()
-            if following is not None:
-                ahead = pool.submit(collate, reader, following)
-            yield batch.to(device)
+def _copied_ahead(
+    feed: BatchFeed, rows_by_key: Mapping[str, Sequence[TokenRow]], device: torch.device
+) -> Generator[Batch, None, None]:
+    """Batches on a GPU; a thread and a stream of their own copy the next ones while the consumer computes."""
+    copying = torch.cuda.Stream(device)
+
+    def load() -> tuple[Batch, torch.cuda.Event] | None:
+        fed = next(feed, None)
+        if fed is None:
+            return None
+        with torch.cuda.stream(copying):
+            batch = to_batch(fed, rows_by_key, device)
+            done = copying.record_event()
+        done.synchronize()  # the next call lets the feed write over the buffer
+        return batch, done
+
+    pool = ThreadPoolExecutor(1)
+    try:
+        ahead = deque(pool.submit(load) for _ in range(_DEVICE_BATCHES_AHEAD))
+        while (loaded := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(load))
+            batch, done = loaded
+            computing = torch.cuda.current_stream(device)
+            computing.wait_event(done)
+            for tensor in (batch.input_ids_T, batch.aux_TA, batch.final_TH, batch.positions_T):
+                tensor.record_stream(computing)  # else a freed batch is written over before it was computed with
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def device_batches(
+    batches: PackedBatches, rows_by_key: Mapping[str, Sequence[TokenRow]], device: torch.device, workers: int
+) -> Iterator[Iterator[Batch]]:
+    """Open an epoch: gives an iterator over its batches on the device, read and copied ahead.
+
+    Args:
+        batches: the plan.
+        rows_by_key: of the token table, as `by_key` gives them; the plan's rows must be among them.
+        device: a GPU, whose copies run beside the computation, or the CPU.
+        workers: processes that read the store.
+
+    Raises:
+        EyasError: from the iterator: a damaged row, a reading process that ended, and what `to_batch` raises.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            torch.set_num_threads(1)  # the little work beside a GPU would wait for cores that the readers have
+            pinned = stack.enter_context(_Pinned())
+            feed = stack.enter_context(BatchFeed(batches, workers=workers, on_buffer=pinned.register))
+            yield stack.enter_context(closing(_copied_ahead(feed, rows_by_key, device)))
+        else:
+            feed = stack.enter_context(BatchFeed(batches, workers=workers))
+            yield (to_batch(fed, rows_by_key, device) for fed in feed)

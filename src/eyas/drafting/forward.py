@@ -62,7 +62,7 @@ def make_plan(batch: Batch, depths: int) -> Plan:
     for start, length in zip(_starts(batch.lengths), batch.lengths, strict=True):
         own = slots[start : start + length][active_T[start : start + length]]
         active_lengths.append(len(own))
-        blocked.append((slots[start : start + length][None] > own[:, None]).to(device))
+        blocked.append(torch.arange(start, start + length, device=device)[None] > own.to(device)[:, None])
     return Plan(active_N.to(device), slots[mask_T].to(device), rows, labels, active_lengths, blocked)
 
 

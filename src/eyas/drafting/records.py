@@ -28,6 +28,7 @@ def train_metrics(training: Training) -> dict[str, Any]:
         "steps": len(training.steps),
         "final_loss": training.epochs[-1].train_loss,
         "tokens_per_s": training.tokens_per_s,
+        "waiting_share": training.waiting_share,
         "seconds": training.seconds,
     }
 

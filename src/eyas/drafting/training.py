@@ -1,6 +1,6 @@
 """Our own training loop, on the CPU or one GPU: float32 master weights, AdamW, warm-up and cosine, the best epoch kept.
 
-Takes a head, rows and a store reader; gives the head with the weights of the epoch that held-out acceptance chose, and
+Takes a head and `TrainingData`; gives the head with the weights of the epoch that held-out acceptance chose, and
 the series of steps and epochs.
 """
 
@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,23 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress, console
 from eyas.drafting.acceptance import Acceptance, AcceptanceCounter, TargetChoice, target_choice
-from eyas.drafting.data import Batch, RowReader, TokenRow, batches, pack
+from eyas.drafting.data import Batch, TokenRow, by_key, device_batches
 from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
 from eyas.errors import EyasError
 from eyas.params import TrainParams
+from eyas.store.batches import PackedBatches
+from eyas.store.reader import StoreReader
 from eyas.targets.head import TargetHead
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a head is trained and judged on, and how many processes read it."""
+
+    reader: StoreReader
+    train: Sequence[TokenRow]
+    heldout: Sequence[TokenRow]
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class StepRecord:
     lr: float
     grad_norm: float
     tokens_per_s: float
+    waiting_share: float  # of the step's time, before its batch was there
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class Training:
     epochs: list[EpochRecord]
     best: EpochRecord
     tokens_per_s: float  # of training alone
+    waiting_share: float  # of training's time, for batches
     seconds: float
 
 
@@ -92,19 +106,22 @@ def learning_rate(step: int, total: int, params: TrainParams) -> float:
 class _Heldout:
     """Validation batches' fixed part, computed once: the target's choices."""
 
-    def __init__(
-        self, reader: RowReader, rows: Sequence[TokenRow], params: TrainParams, target: TargetHead, temperature: float
-    ) -> None:
-        self._reader, self._packs = reader, pack(rows, params.tokens_per_step)
+    def __init__(self, data: TrainingData, params: TrainParams, target: TargetHead, temperature: float) -> None:
+        self._rows, self._workers = by_key(data.heldout), data.workers
+        self._batches = PackedBatches(data.reader, list(self._rows), params.tokens_per_step, params.seed, epoch=0)
         self._params, self._device = params, training_device()
         self._choices: list[TargetChoice] = []
         on_device = replace(
             target, norm_weight_H=target.norm_weight_H.to(self._device), head_VH=target.head_VH.to(self._device)
         )
-        with Progress("the target's choices on held-out rows", len(self._packs), "batches") as progress:
-            for batch in batches(reader, self._packs, self._device):
-                self._choices.append(target_choice(batch, on_device, temperature))
-                progress.advance()
+        with Progress("the target's choices on held-out rows", len(self._batches), "batches") as progress:
+            with self._open() as batches:
+                for batch in batches:
+                    self._choices.append(target_choice(batch, on_device, temperature))
+                    progress.advance()
+
+    def _open(self) -> AbstractContextManager[Iterator[Batch]]:
+        return device_batches(self._batches, self._rows, self._device, self._workers)
 
     @torch.no_grad()
     def evaluate(self, model: Eagle3DraftModel) -> tuple[float, Acceptance]:
@@ -113,17 +130,18 @@ class _Heldout:
         counter = AcceptanceCounter(depths)
         losses, weights = [], []
         offsets = None if model.d2t is None else model.d2t.cpu().numpy()
-        for batch, choice in zip(batches(self._reader, self._packs, self._device), self._choices, strict=True):
-            plan = make_plan(batch, depths)
-            with _autocast(params, self._device):
-                states_KNH = draft_states(model, batch, plan, depths)
-                out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, False)
-            ids_KN = out.draft_ids_KN.cpu().numpy()
-            if offsets is not None:
-                ids_KN = np.where(ids_KN >= 0, ids_KN + offsets[ids_KN], -1)
-            counter.add(batch, plan, ids_KN, choice)
-            losses.append(out.loss.item())
-            weights.append(len(plan.label_slots))
+        with self._open() as batches:
+            for batch, choice in zip(batches, self._choices, strict=True):
+                plan = make_plan(batch, depths)
+                with _autocast(params, self._device):
+                    states_KNH = draft_states(model, batch, plan, depths)
+                    out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, False)
+                ids_KN = out.draft_ids_KN.cpu().numpy()
+                if offsets is not None:
+                    ids_KN = np.where(ids_KN >= 0, ids_KN + offsets[ids_KN], -1)
+                counter.add(batch, plan, ids_KN, choice)
+                losses.append(out.loss.item())
+                weights.append(len(plan.label_slots))
         return float(np.average(losses, weights=weights)), counter.result()
 
 
@@ -157,74 +175,60 @@ def _train_step(
     return value, norm
 
 
+@_deterministic()
 def fit(
-    model: Eagle3DraftModel,
-    reader: RowReader,
-    train_rows: Sequence[TokenRow],
-    heldout_rows: Sequence[TokenRow],
-    params: TrainParams,
-    target: TargetHead,
-    temperature: float,
+    model: Eagle3DraftModel, data: TrainingData, params: TrainParams, target: TargetHead, temperature: float
 ) -> Training:
     """Train a head in place; afterwards it has the weights of the epoch with the greatest held-out acceptance length.
 
     Args:
         model: from `make_head`.
-        reader: the store.
-        train_rows: of the training split.
-        heldout_rows: of the validation split.
+        data: rows of the two splits, and the store that has their states.
         params: of the optimisation.
         target: the target's final norm and output head, whole.
         temperature: that sampled rows were answered with.
 
     Raises:
-        EyasError: a loss or gradient is not finite; the rows are named.
+        EyasError: a loss or gradient is not finite (the rows are named); the store is damaged.
     """
-    with _deterministic():
-        return _fit(model, reader, train_rows, heldout_rows, params, target, temperature)
-
-
-def _fit(
-    model: Eagle3DraftModel,
-    reader: RowReader,
-    train_rows: Sequence[TokenRow],
-    heldout_rows: Sequence[TokenRow],
-    params: TrainParams,
-    target: TargetHead,
-    temperature: float,
-) -> Training:
     started = time.monotonic()
     device = training_device()
     model.to(device)
     torch.manual_seed(params.seed)
-    heldout = _Heldout(reader, heldout_rows, params, target, temperature)
+    heldout = _Heldout(data, params, target, temperature)
     optimizer = torch.optim.AdamW(
         trainable(model), lr=params.lr, betas=(0.9, 0.95), weight_decay=params.weight_decay, fused=True
     )
-    plans = [pack(train_rows, params.tokens_per_step, params.seed + epoch) for epoch in range(params.epochs)]
+    rows = by_key(data.train)
+    plans = [
+        PackedBatches(data.reader, list(rows), params.tokens_per_step, params.seed, epoch)
+        for epoch in range(params.epochs)
+    ]
     total = sum(map(len, plans))
     steps: list[StepRecord] = []
     epochs: list[EpochRecord] = []
     best_state: dict[str, Any] = {}
     best: EpochRecord | None = None
-    training_seconds = 0.0
+    seconds = waited = 0.0
     with Progress("training", total, "steps") as progress:
-        for epoch, packs in enumerate(plans, 1):
+        for epoch, plan in enumerate(plans, 1):
             model.train()
             losses: list[float] = []
             clock = time.monotonic()
-            for batch in batches(reader, packs, device):
-                rate = learning_rate(len(steps), total, params)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                loss, norm = _train_step(model, batch, params, optimizer, len(steps) + 1)
-                now = time.monotonic()
-                speed = sum(batch.lengths) / (now - clock)
-                training_seconds += now - clock
-                clock = now
-                losses.append(loss)
-                steps.append(StepRecord(len(steps) + 1, epoch, loss, rate, norm, speed))
-                progress.advance()
+            with device_batches(plan, rows, device, data.workers) as batches:
+                for batch in batches:
+                    waiting = time.monotonic() - clock
+                    rate = learning_rate(len(steps), total, params)
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate
+                    loss, norm = _train_step(model, batch, params, optimizer, len(steps) + 1)
+                    now = time.monotonic()
+                    taken, clock = now - clock, now
+                    seconds, waited = seconds + taken, waited + waiting
+                    losses.append(loss)
+                    speed = sum(batch.lengths) / taken
+                    steps.append(StepRecord(len(steps) + 1, epoch, loss, rate, norm, speed, waiting / taken))
+                    progress.advance()
             model.eval()
             heldout_loss, acceptance = heldout.evaluate(model)
             epochs.append(EpochRecord(epoch, float(np.mean(losses)), heldout_loss, acceptance))
@@ -237,5 +241,5 @@ def _fit(
                 best_state = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     assert best is not None
     model.load_state_dict(best_state, strict=False)
-    tokens = params.epochs * sum(row.slots for row in train_rows)
-    return Training(steps, epochs, best, tokens / training_seconds, time.monotonic() - started)
+    tokens = params.epochs * sum(row.slots for row in data.train)
+    return Training(steps, epochs, best, tokens / seconds, waited / seconds, time.monotonic() - started)

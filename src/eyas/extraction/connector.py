@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from vllm.v1.request import RequestStatus
 
 from eyas.extraction.connector_config import SPOOL_PARAMETER
 from eyas.store.format import StoreSpec
-from eyas.store.writer import RowSpool
+from eyas.store.spool import RowSpool
 
 logger = init_logger("vllm.eyas.connector")
 _WRITERS_PER_GPU = 8
+_ROWS_IN_MEMORY = 64
 
 
 class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLLM has no type stubs
@@ -44,6 +46,7 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLL
         self._spools: dict[str, RowSpool] = {}
         self._copied: set[str] = set()
         self._writers: ThreadPoolExecutor | None = None
+        self._room = Semaphore(_ROWS_IN_MEMORY)  # pinned host memory is bounded, however slow the disk
 
     def wait_for_save(self) -> None:
         """Nothing to prepare: rows appear by atomic rename, so no lock file is needed."""
@@ -88,6 +91,7 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLL
             self._write(pending, input_ids, hidden_TLH, lambda: None)
             self._copied.add(pending.req_id)
             return
+        self._room.acquire()
         stream = self._get_copy_stream()
         ready = torch.cuda.Event()
         ready.record()
@@ -102,7 +106,13 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLL
         if self._writers is None:
             self._writers = ThreadPoolExecutor(_WRITERS_PER_GPU, thread_name_prefix="eyas-store")
         future = self._writers.submit(self._write, pending, input_ids, hidden_TLH, copied.synchronize)
-        future.add_done_callback(_log_failure)
+        future.add_done_callback(self._written)
+
+    def _written(self, future: Future[None]) -> None:
+        self._room.release()
+        error = future.exception()
+        if error is not None:
+            logger.error("a row of hidden states could not be written: %r", error)
 
     def _write(
         self, pending: PendingSave, input_ids: np.ndarray, hidden_TLH: torch.Tensor, wait: Callable[[], Any]
@@ -112,9 +122,3 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]  # vLL
         if spool is None:
             spool = self._spools[pending.filename] = RowSpool(self._root / pending.filename, self._spec)
         spool.write(input_ids, hidden_TLH.contiguous().view(torch.uint16).numpy())
-
-
-def _log_failure(future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None:
-        logger.error("a row of hidden states could not be written: %r", error)

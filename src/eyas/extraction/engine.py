@@ -7,7 +7,8 @@ half a minute of imports.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from eyas.stage import on_cpu_engine
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+
+_WINDOW = 512
 
 
 def open_engine(
@@ -77,15 +80,34 @@ def generate(
     sampling: Sequence[SamplingParams],
     *,
     description: str,
+    before_each: Callable[[], None] | None = None,
+    on_finished: Callable[[int, RequestOutput], None] | None = None,
 ) -> list[RequestOutput]:
-    """Run prompts of token ids to their end and return the outputs in the order of the prompts."""
+    """Run prompts of token ids to their end and return the outputs in the order of the prompts.
+
+    Args:
+        engine: from `open_engine`.
+        prompts: token ids.
+        sampling: for each prompt.
+        description: for the progress bar.
+        before_each: called before a prompt is handed over, and may wait; the engine then has a bounded number of prompts at a time.
+        on_finished: called with a prompt's number and output as soon as they are there.
+    """
+    waiting = deque(enumerate(zip(prompts, sampling, strict=True)))
+    window = len(prompts) if before_each is None else _WINDOW
     with Progress(description, len(prompts), "prompts") as progress:
-        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            engine.llm_engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
         finished: dict[int, RequestOutput] = {}
-        while engine.llm_engine.has_unfinished_requests():
+        while len(finished) < len(prompts):
+            while waiting and len(prompts) - len(waiting) - len(finished) < window:
+                if before_each is not None:
+                    before_each()
+                index, (prompt, params) = waiting.popleft()
+                engine.llm_engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
             for output in engine.llm_engine.step():
                 if output.finished:
-                    finished[int(output.request_id.split("-")[0])] = output
+                    index = int(output.request_id.split("-")[0])
+                    finished[index] = output
+                    if on_finished is not None:
+                        on_finished(index, output)
                     progress.advance()
     return [finished[index] for index in range(len(prompts))]

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from eyas.console import Progress, console
 from eyas.errors import EyasError
+from eyas.extraction.form import TokenRow, check_form, check_rows, checked_row
 from eyas.extraction.recorder import Recorder
 from eyas.extraction.reference import affordable, reference_states
 from eyas.extraction.selfcheck import (
-    CheckedRow,
     check_alone,
-    check_form,
     check_greedy,
     check_reference,
     check_sampled,
 )
 from eyas.params import ExtractParams, TargetParams
+from eyas.process import process_pool
+from eyas.published import cached_stores
 from eyas.store.format import StoreSpec, row_key
-from eyas.store.writer import RowSpool
+from eyas.store.spool import RowSpool
+from eyas.store.writer import Sealer
 from eyas.targets.head import load_head
 
 NORM_CONVENTION = "final layer before the final norm"
@@ -35,17 +35,7 @@ _ALONE_ROWS = 2
 _REFERENCE_ROWS = 8
 _SAMPLED_ROWS = 64
 _SPARE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """What extraction needs of a row of the tokens table."""
-
-    name: str
-    probe: bool
-    input_ids: list[int]
-    loss_mask: list[bool]
-    logprobs: list[float]
+_ROWS_A_TASK = 64
 
 
 def store_spec(target: dict[str, Any], params: ExtractParams, engine_version: str) -> StoreSpec:
@@ -68,13 +58,27 @@ def store_spec(target: dict[str, Any], params: ExtractParams, engine_version: st
     return StoreSpec(tuple(params.layers), target["hidden_size"], params.codec, identity, params.shard_mib)
 
 
-def check_disk(folder: Path, new_tokens: int, spec: StoreSpec) -> None:
-    """Refuse to start what the disk cannot hold: the spool and the shards, uncompressed, and some room to spare.
+def adopt_published(spool: RowSpool, profile: str) -> None:
+    """Take over what the cache has of this and other profiles' stores; says why where this profile starts afresh."""
+    for cached in cached_stores():
+        with cached.view(spool.directory.parent) as store:
+            try:
+                reasons = spool.adopt(store)
+            except EyasError as error:
+                console.print(f"{cached.profile}'s earlier store is not reused: {error}", markup=False, soft_wrap=True)
+                continue
+        if reasons and cached.profile == profile:
+            console.print(f"extraction starts afresh: {'; '.join(reasons)}", markup=False, soft_wrap=True)
+
+
+def check_disk(folder: Path, new_tokens: int, spec: StoreSpec, workers: int) -> None:
+    """Refuse to start what the disk cannot hold: the shards, uncompressed, the loose rows beside them, and room to spare.
 
     Raises:
         EyasError: too little room.
     """
-    needed = 2 * new_tokens * len(spec.layers) * spec.hidden_size * 2 + _SPARE_BYTES
+    tokens_bytes = new_tokens * spec.row_bytes
+    needed = tokens_bytes + min(tokens_bytes, (workers + 2) * (spec.shard_mib << 20)) + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EyasError(
@@ -84,47 +88,67 @@ def check_disk(folder: Path, new_tokens: int, spec: StoreSpec) -> None:
 
 
 def record_missing(
-    open_recorder: Callable[[], Recorder], work: Path, spec: StoreSpec, rows: Sequence[TokenRow]
+    open_recorder: Callable[[], Recorder], work: Path, spec: StoreSpec, rows: Sequence[TokenRow], workers: int
 ) -> tuple[int, float]:
     """Record the rows that the scratch and its shards lack; the engine starts only if there are any.
+
+    Args:
+        open_recorder: starts the engine.
+        work: scratch of this fingerprint.
+        spec: of the store.
+        rows: probes and rows to store, in the order of the store.
+        workers: processes that write shards meanwhile.
 
     Returns:
         Tokens recorded now, and the seconds that it took, the engine's start aside.
     """
     spool, alone = RowSpool(work / "rows", spec), RowSpool(work / ALONE, spec)
     wanted = {row_key(spec.fingerprint, row.input_ids): row.input_ids for row in rows}
-    missing = {key: ids for key, ids in wanted.items() if not spool.has(key)}
-    single = [r.input_ids for r in _probes(rows)[:_ALONE_ROWS]]
-    single = [ids for ids in single if not alone.has(row_key(spec.fingerprint, ids))]
-    if not missing and not single:
+    missing = [wanted[key] for key in spool.missing(wanted)]
+    single = {row_key(spec.fingerprint, row.input_ids): row.input_ids for row in _probes(rows)[:_ALONE_ROWS]}
+    absent = alone.missing(single)
+    if not missing and not absent:
         return 0, 0.0
-    tokens = sum(map(len, missing.values()))
-    check_disk(work, tokens, spec)
-    recorder = open_recorder()
-    seconds = recorder.record(list(missing.values()), "hidden states")
-    for ids in single:
+    tokens = sum(map(len, missing))
+    check_disk(work, tokens, spec, workers)
+    with Sealer(spool, spec, stored_lengths(spec, rows), workers) as sealer:
+        recorder = open_recorder()
+        seconds = recorder.record(missing, "hidden states", before_each=sealer.wait_for_room)
+    for ids in [single[key] for key in absent]:
         recorder.record([ids], "hidden states, alone", spool=ALONE)
     return tokens, seconds
 
 
+def stored_lengths(spec: StoreSpec, rows: Sequence[TokenRow]) -> dict[str, int]:
+    """Tokens by row key of the rows that go into the store, in its order; probe rows are for the self-check alone."""
+    return {row_key(spec.fingerprint, row.input_ids): len(row.input_ids) for row in rows if not row.probe}
+
+
 def self_check(
-    directory: Path, target: TargetParams, work: Path, spec: StoreSpec, rows: Sequence[TokenRow]
+    directory: Path, target: TargetParams, work: Path, spec: StoreSpec, rows: Sequence[TokenRow], workers: int
 ) -> dict[str, Any]:
     """Every check of invariant 1 on what the spool holds; the result goes into the metrics.
+
+    Args:
+        directory: the target's.
+        target: its parameters.
+        work: scratch of this fingerprint.
+        spec: of the store.
+        rows: probes and rows to store.
+        workers: processes that look at every new row.
 
     Raises:
         EyasError: a check failed; nothing has been published.
     """
     spool, alone = RowSpool(work / "rows", spec), RowSpool(work / ALONE, spec)
     head = load_head(directory)
-    probes = [_checked(spool, spec, row) for row in _probes(rows)]
+    probes = [checked_row(spool, spec, row) for row in _probes(rows)]
     proven = {key for name in spool.published() for key in spool.sealed()[name].keys}
     recorded = [row for row in rows if not row.probe]
     unproven = [row for row in recorded if row_key(spec.fingerprint, row.input_ids) not in proven]
-    for row in unproven:
-        check_form([_checked(spool, spec, row)], spec.layers)
+    _check_every(spool, spec, unproven, workers)
     chosen = unproven or recorded
-    sampled = [_checked(spool, spec, row) for row in chosen[:: max(1, len(chosen) // _SAMPLED_ROWS)][:_SAMPLED_ROWS]]
+    sampled = [checked_row(spool, spec, row) for row in chosen[:: max(1, len(chosen) // _SAMPLED_ROWS)][:_SAMPLED_ROWS]]
     check_form(probes, spec.layers)
     parity = check_greedy(probes, head, spec.layers, engine_rounds=target.dtype != "float32")
     singles = [alone.read(row_key(spec.fingerprint, row.input_ids))[1] for row in probes[:_ALONE_ROWS]]
@@ -144,12 +168,12 @@ def self_check(
     return figures
 
 
+def _check_every(spool: RowSpool, spec: StoreSpec, rows: Sequence[TokenRow], workers: int) -> None:
+    pieces = [rows[start : start + _ROWS_A_TASK] for start in range(0, len(rows), _ROWS_A_TASK)]
+    with Progress("checking rows", len(rows), "rows") as progress, process_pool(workers) as pool:
+        for future in [pool.submit(check_rows, spool, spec, piece) for piece in pieces]:
+            progress.advance(future.result())
+
+
 def _probes(rows: Sequence[TokenRow]) -> list[TokenRow]:
     return [row for row in rows if row.probe]
-
-
-def _checked(spool: RowSpool, spec: StoreSpec, row: TokenRow) -> CheckedRow:
-    input_ids, hidden_TLH = spool.read(row_key(spec.fingerprint, row.input_ids))
-    return CheckedRow(
-        row.name, input_ids, np.asarray(row.loss_mask), np.asarray(row.logprobs, dtype=np.float32), hidden_TLH
-    )

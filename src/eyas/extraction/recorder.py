@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eyas.errors import EyasError
 from eyas.extraction.connector_config import SPOOL_PARAMETER, connector_options
 from eyas.extraction.engine import generate, open_engine
 from eyas.params import Machine, TargetParams
 from eyas.store.format import StoreSpec, row_key
-from eyas.store.writer import RowSpool
+from eyas.store.spool import RowSpool
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -38,8 +38,20 @@ class Recorder:
         """Start vLLM with the store connector."""
         return cls(open_engine(directory, target, machine, **connector_options(spec, root)), spec, root)
 
-    def record(self, rows: Sequence[Sequence[int]], description: str, spool: str = "rows") -> float:
+    def record(
+        self,
+        rows: Sequence[Sequence[int]],
+        description: str,
+        spool: str = "rows",
+        before_each: Callable[[], None] | None = None,
+    ) -> float:
         """Record every row that the spool lacks; returns the seconds that it took.
+
+        Args:
+            rows: token ids.
+            description: for the progress bar.
+            spool: the spool's place under the root.
+            before_each: called before a row is handed to the engine, and may wait.
 
         Raises:
             EyasError: a row did not arrive (the disk is full, or the engine's log has the reason).
@@ -51,13 +63,14 @@ class Recorder:
         )
         wanted = {row_key(self.spec.fingerprint, row): row for row in rows}
         kept = RowSpool(self.root / spool, self.spec)
-        missing = {key: row for key, row in wanted.items() if not kept.has(key)}
+        missing = kept.missing(wanted)
         started = time.monotonic()
         if missing:
-            generate(self.engine, list(missing.values()), [params] * len(missing), description=description)
+            prompts = [wanted[key] for key in missing]
+            generate(self.engine, prompts, [params] * len(prompts), description=description, before_each=before_each)
             self._flush()
         self._wait(kept, missing)
-        lost = [key for key in missing if not kept.has(key)]
+        lost = kept.missing(missing)
         if lost:
             free_mib = shutil.disk_usage(self.root).free >> 20
             raise EyasError(
@@ -66,15 +79,14 @@ class Recorder:
             )
         return time.monotonic() - started
 
-    def _wait(self, kept: RowSpool, missing: dict[str, Any]) -> None:
+    def _wait(self, kept: RowSpool, missing: Sequence[str]) -> None:
         """Wait for the writers, until all rows are there or none has come for a minute."""
-        here, since = 0, time.monotonic()
-        while here < len(missing) and time.monotonic() - since < _PATIENCE_SECONDS:
-            count = sum(kept.has(key) for key in missing)
-            if count > here:
-                here, since = count, time.monotonic()
-            else:
-                time.sleep(0.05)
+        absent, since = [key for key in missing if not kept.arrived(key)], time.monotonic()
+        while absent and time.monotonic() - since < _PATIENCE_SECONDS:
+            time.sleep(0.05)
+            still = [key for key in absent if not kept.arrived(key)]
+            if len(still) < len(absent):
+                absent, since = still, time.monotonic()
 
     def _flush(self) -> None:
         """One more request: an engine hands over a request's states in the step after its last."""

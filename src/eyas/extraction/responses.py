@@ -6,28 +6,18 @@ token (natural logarithm, of the unscaled distribution), so that extraction can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eyas.conversations.loops import is_looped
+from eyas.extraction.answers import AnswerLog, Turn, answer_key
 from eyas.extraction.engine import generate
 from eyas.params import ResponseParams
 from eyas.templates.chat import ChatTemplate, Message, TemplateRefusal
 
 if TYPE_CHECKING:
-    from vllm import LLM
-
-
-@dataclass
-class Turn:
-    """One answer: what the target read, what it wrote."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    looped: bool
+    from vllm import LLM, RequestOutput
 
 
 @dataclass
@@ -43,6 +33,16 @@ class Dialogue:
     turns: list[Turn] = field(default_factory=list)
     cut: bool = False  # no room was left in the context for the next answer
     refused: str | None = None  # the template's own words, where it does not take the conversation
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the target is to answer."""
+
+    key: str
+    prompt_ids: list[int]
+    seed: int
+    greedy: bool
 
 
 def dialogue(conversation_id: str, split: str, source: str, kind: str, messages: Sequence[Message]) -> Dialogue:
@@ -68,20 +68,32 @@ def _seed(params: ResponseParams, state: Dialogue) -> int:
 
 
 def answer(
-    engine: LLM, template: ChatTemplate, dialogues: Sequence[Dialogue], params: ResponseParams, max_model_len: int
-) -> None:
-    """Fill in the answers, one round for all first turns, one for all second turns, and so on.
+    ask: Callable[[Sequence[Question]], None],
+    log: AnswerLog,
+    identity: dict[str, Any],
+    template: ChatTemplate,
+    dialogues: Sequence[Dialogue],
+    params: ResponseParams,
+    max_model_len: int,
+) -> int:
+    """Fill in the answers, one round for all first turns, one for all second turns, and so on; gives how many were asked for.
 
     A dialogue whose next answer would not fit into the context stops there, with ``cut`` set; one that the template does
     not take stops there with ``refused`` set. Answers given before are kept.
-    """
-    from vllm import SamplingParams
 
-    round_number = 0
+    Args:
+        ask: has the target answer, and the same log keep it.
+        log: answers of earlier runs, and of this one.
+        identity: what decides all answers of the run.
+        template: of the target.
+        dialogues: filled in place.
+        params: of the sampling.
+        max_model_len: the context.
+    """
+    asked = 0
     open_dialogues = [d for d in dialogues if any(m["role"] == "user" for m in d.pending)]
     while open_dialogues:
-        round_number += 1
-        prompts, sampling, asked = [], [], []
+        questions: list[tuple[Dialogue, Question]] = []
         for state in open_dialogues:
             try:
                 prompt = _next_prompt(state, template)
@@ -95,23 +107,42 @@ def answer(
                 state.pending.clear()
                 state.cut = True
                 continue
-            greedy = state.kind == "greedy_probe"
-            prompts.append(prompt)
-            asked.append(state)
-            sampling.append(
-                SamplingParams(
-                    max_tokens=params.max_tokens,
-                    temperature=0.0 if greedy else params.temperature,
-                    top_p=1.0 if greedy else params.top_p,
-                    seed=_seed(params, state),
-                    logprobs=0,
-                )
-            )
-        outputs = generate(engine, prompts, sampling, description=f"answers, turn {round_number}")
-        for state, prompt, output in zip(asked, prompts, outputs, strict=True):
-            completion = output.outputs[0]
-            ids = list(completion.token_ids)
-            logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, ids, strict=True)]
-            state.turns.append(Turn(prompt, ids, logprobs, str(completion.finish_reason), is_looped(ids)))
-            state.messages.append({"role": "assistant", "content": template.decode(ids)})
-        open_dialogues = [d for d in asked if any(m["role"] == "user" for m in d.pending)]
+            greedy, seed = state.kind == "greedy_probe", _seed(params, state)
+            questions.append((state, Question(answer_key(identity, prompt, seed, greedy), prompt, seed, greedy)))
+        new = {question.key: question for _, question in questions if log.get(question.key) is None}
+        if new:
+            ask(list(new.values()))
+            asked += len(new)
+        for state, question in questions:
+            turn = log.get(question.key)
+            assert turn is not None
+            state.turns.append(turn)
+            state.messages.append({"role": "assistant", "content": template.decode(turn.token_ids)})
+        open_dialogues = [d for d, _ in questions if any(m["role"] == "user" for m in d.pending)]
+    return asked
+
+
+def ask_engine(engine: LLM, params: ResponseParams, questions: Sequence[Question], log: AnswerLog) -> None:
+    """Have vLLM answer; each answer is kept as soon as it is there."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=0.0 if question.greedy else params.temperature,
+            top_p=1.0 if question.greedy else params.top_p,
+            seed=question.seed,
+            logprobs=0,
+        )
+        for question in questions
+    ]
+
+    def keep(index: int, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs or [], ids, strict=True)]
+        question = questions[index]
+        log.add(question.key, Turn(question.prompt_ids, ids, logprobs, str(completion.finish_reason), is_looped(ids)))
+
+    prompts = [question.prompt_ids for question in questions]
+    generate(engine, prompts, sampling, description="answers", on_finished=keep)

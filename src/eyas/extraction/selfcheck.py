@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
 
 import numpy as np
 import torch
 
 from eyas.errors import EyasError
+from eyas.extraction.form import CheckedRow
 from eyas.targets.head import TargetHead
 
 MIN_PARITY = 0.975
@@ -29,59 +29,9 @@ _CHUNK = 512
 _DIAGNOSIS_PARITY = 0.9
 
 
-@dataclass(frozen=True)
-class CheckedRow:
-    """One recorded row with what the engine said when it generated it."""
-
-    name: str  # shown in errors
-    input_ids: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # bool [T]
-    logprobs: np.ndarray  # float32 [T]
-    hidden_TLH: np.ndarray  # uint16, bfloat16 bit patterns
-
-
 def states(hidden: np.ndarray) -> torch.Tensor:
     """bfloat16 bit patterns (uint16) as a float32 tensor of the same shape."""
     return torch.from_numpy(np.array(hidden)).view(torch.bfloat16).float()
-
-
-def check_form(rows: Sequence[CheckedRow], layers: Sequence[int]) -> None:
-    """Named checks `length`, `finite`, `nonzero`, `distinct` on every row.
-
-    Raises:
-        EyasError: naming the row, the layer and the likely cause.
-    """
-    for row in rows:
-        tokens, recorded = len(row.input_ids), row.hidden_TLH.shape
-        if recorded[:2] != (tokens, len(layers)):
-            if recorded[1] != len(layers):
-                cause = "the engine records other layers than were asked for"
-            else:
-                cause = "prefix caching was on" if recorded[0] < tokens else "rows were mixed up in a batch"
-            raise EyasError(
-                f"self-check `length`: row {row.name} has {tokens} tokens and {len(layers)} layers, but states of shape "
-                f"{list(recorded)} were recorded; likely cause: {cause}"
-            )
-        exponent = row.hidden_TLH & 0x7F80
-        for index, layer in enumerate(layers):
-            if (exponent[:, index] == 0x7F80).any():
-                position = int(np.argwhere(exponent[:, index] == 0x7F80)[0, 0])
-                raise EyasError(
-                    f"self-check `finite`: row {row.name}, layer {layer}, token {position} is NaN or infinite; likely "
-                    "cause: overflow in the engine's compute type"
-                )
-            zero = ~(row.hidden_TLH[:, index] & 0x7FFF).any(axis=-1)
-            if zero.any():
-                raise EyasError(
-                    f"self-check `nonzero`: row {row.name}, layer {layer}, token {int(zero.argmax())} is all zeros; "
-                    "likely cause: the engine did not fill its hidden-state cache (hybrid targets, or a wrong slot)"
-                )
-        for first, second in combinations(range(len(layers)), 2):
-            if np.array_equal(row.hidden_TLH[:, first], row.hidden_TLH[:, second]):
-                raise EyasError(
-                    f"self-check `distinct`: row {row.name}: layers {layers[first]} and {layers[second]} are equal; "
-                    "likely cause: the engine does not know one of these layer ids"
-                )
 
 
 def _supervised(row: CheckedRow, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,7 +50,7 @@ class Extraction(_Measured):
     logprob_difference: float
     tokens: int
     bytes_per_token: float
-    tokens_per_s: float
+    tokens_per_s: float | None = None  # where nothing was recorded in the last run, there is no speed
 
 
 class Vocabulary(_Measured):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from eyas.errors import EyasError
 from eyas.store.reader import StoreReader
-from eyas.store.shards import Hidden, Ids
 
 _OPEN_PACKS = 32
 
@@ -38,7 +37,10 @@ def _rank(seed: int, epoch: int, name: str) -> bytes:
 
 
 class PackedBatches:
-    """One epoch of batches of at most ``tokens_per_batch`` tokens, each of whole rows, for one rank of several."""
+    """One epoch of batches, each of whole rows, for one rank of several. Can be sent to spawned processes.
+
+    A batch has at most ``tokens_per_batch`` tokens; a longer row is a batch of its own.
+    """
 
     def __init__(
         self,
@@ -55,16 +57,12 @@ class PackedBatches:
         All ranks get the same number of batches; where the number does not divide, the first batches come once more.
 
         Raises:
-            EyasError: no rows, a row that the store lacks or that is longer than a batch, a rank out of range.
+            EyasError: no rows, a row that the store lacks, a rank out of range.
         """
         if not keys or not 0 <= rank < world:
             raise EyasError(f"no rows to train on, or rank {rank} of {world} is out of range")
         self.reader, self.tokens_per_batch = reader, tokens_per_batch
-        longest = max(keys, key=reader.length)
-        if reader.length(longest) > tokens_per_batch:
-            raise EyasError(
-                f"row {longest} has {reader.length(longest)} tokens and a batch {tokens_per_batch}: raise the tokens per step"
-            )
+        self._capacity = max(tokens_per_batch, max(map(reader.length, keys)))
         packs = self._pack(sorted(dict.fromkeys(keys), key=lambda key: self._order(seed, epoch, key)))
         packs += [packs[index % len(packs)] for index in range(-len(packs) % world)]
         self._batches = [
@@ -89,10 +87,15 @@ class PackedBatches:
                 opened.append(pack)
             pack.keys.append(key)
             pack.room -= length
-            if pack.room == 0:
+            if pack.room <= 0:
                 opened.remove(pack)
                 closed.append(pack)
         return closed + opened
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a buffer for any of the batches needs."""
+        return self._capacity
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -102,16 +105,3 @@ class PackedBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
-
-    def read_into(self, position: int, out_hidden_TLH: Hidden, out_ids: Ids) -> list[int]:
-        """Read a batch's rows end to end into buffers for ``tokens_per_batch`` tokens; gives the rows' lengths.
-
-        Raises:
-            EyasError: a buffer that is too small, a damaged row.
-        """
-        lengths: list[int] = []
-        start = 0
-        for key in self._batches[position].keys:
-            lengths.append(self.reader.read_into(key, out_hidden_TLH[start:], out_ids[start:]))
-            start += lengths[-1]
-        return lengths

@@ -31,7 +31,9 @@ def verify(
             ", ".join([damage.shard, *filter(None, place)]) + f": {damage.reason}", markup=False, soft_wrap=True
         )
     if damages:
-        console.print(f"{directory}: {len(damages)} faults", style="red", markup=False)
+        console.print(
+            f"{directory}: {len(damages)} {'fault' if len(damages) == 1 else 'faults'}", style="red", markup=False
+        )
         raise typer.Exit(1)
     console.print(f"{directory}: no damage found", markup=False)
 

@@ -207,6 +207,8 @@ class Manifest:
             EyasError: none there, one of a newer format, one that was damaged or edited.
         """
         path = directory / MANIFEST_NAME
+        if path.exists() and not path.is_file():
+            raise EyasError(f"{path}: is no file; restore it with `dvc checkout` or extract again")
         try:
             text = path.read_bytes()
         except OSError as error:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.files import atomic_directory
+from eyas.process import process_pool
 from eyas.store.format import LiveRow, Manifest, ShardRecord, shard_name
 from eyas.store.reader import StoreReader
 from eyas.store.shards import DamageError, ShardFile, link_shard, write_shard
@@ -53,6 +52,11 @@ def _check_rows(path: Path, record: ShardRecord, fingerprint: str, rows: Sequenc
     return found
 
 
+def check_shard(path: Path, record: ShardRecord, fingerprint: str) -> list[Damage]:
+    """Read all rows of one shard and compare them with their checksums."""
+    return _check_rows(path, record, fingerprint, range(record.rows))
+
+
 def verify_store(directory: Path, sample: int | None, workers: int) -> list[Damage]:
     """Read rows back and compare their checksums.
 
@@ -86,16 +90,11 @@ def verify_store(directory: Path, sample: int | None, workers: int) -> list[Dama
             (directory / manifest.shards[number].name, manifest.shards[number], manifest.spec.fingerprint, chosen)
             for number, chosen in tasks
         ]
-        if workers == 1:
-            for argument in arguments:
-                damages |= dict.fromkeys(_check_rows(*argument))
-                progress.advance(len(argument[3]))
-        else:
-            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-                futures = [(pool.submit(_check_rows, *argument), len(argument[3])) for argument in arguments]
-                for future, count in futures:
-                    damages |= dict.fromkeys(future.result())
-                    progress.advance(count)
+        with process_pool(workers) as pool:
+            futures = [(pool.submit(_check_rows, *argument), len(argument[3])) for argument in arguments]
+            for future, count in futures:
+                damages |= dict.fromkeys(future.result())
+                progress.advance(count)
     return list(damages)
 
 

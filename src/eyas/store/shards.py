@@ -25,8 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import EyasError
-from eyas.files import atomic_file
-from eyas.store.codecs import chunk_tokens, decode_fp8, encode_fp8, rotate, unrotate_in_place
+from eyas.files import atomic_file, start_writeback
+from eyas.store.codecs import (
+    CHUNK_HEADER_BYTES,
+    LosslessEncoder,
+    chunk_tokens,
+    decode_fp8,
+    encode_fp8,
+    is_whole_chunk,
+    unrotate_in_place,
+)
 from eyas.store.format import (
     CODECS,
     FORMAT_VERSION,
@@ -37,7 +45,11 @@ from eyas.store.format import (
 )
 
 _LIBVER = ("v110", "v110")
-_BLOCK_BYTES = 16 << 20
+_BLOSC_FILTER = 32001
+_ATTRIBUTE_BYTES = 1 << 20
+_WRITEBACK_BYTES = 32 << 20
+_PAGE_BYTES = 4096
+_LARGE_BYTES = 1 << 20  # data of this size begin on a page, for mapping and for fast copies; chunks are smaller
 _REMEDY = "`eyas store verify` lists all damage; restore the file with `dvc checkout` or `dvc pull`, or extract again"
 
 Hidden = NDArray[np.uint16]
@@ -50,14 +62,16 @@ class StoredRow:
 
     input_ids: Ids
     states: NDArray[np.uint16] | NDArray[np.uint8]
+    crc32: int  # of the states
     scale_TL: NDArray[np.float32] | None
 
 
-def stored_row(codec: str, input_ids: Ids, hidden_TLH: Hidden) -> StoredRow:
-    """Encode a row for a shard of this codec."""
+def stored_row(codec: str, input_ids: Ids, hidden_TLH: Hidden, crc32: int) -> StoredRow:
+    """Encode a row, whose states have this checksum, for a shard of this codec."""
     if codec == "fp8":
-        return StoredRow(input_ids, *encode_fp8(hidden_TLH))
-    return StoredRow(input_ids, hidden_TLH, None)
+        code_TLH, scale_TL = encode_fp8(hidden_TLH)
+        return StoredRow(input_ids, code_TLH, checksum(code_TLH), scale_TL)
+    return StoredRow(input_ids, hidden_TLH, crc32, None)
 
 
 RowSource = Callable[[str], StoredRow]
@@ -107,13 +121,14 @@ def _create_datasets(file: h5py.File, spec: StoreSpec, tokens: int) -> None:
     if spec.codec == "lossless":
         # one layer to a chunk: layers differ in scale, and an entropy coder wants one distribution at a time
         chunk = (min(tokens, chunk_tokens(hidden)), 1, hidden)
-        blosc = hdf5plugin.Blosc2(cname="zstd", clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
+        blosc = hdf5plugin.Blosc(cname="zstd", clevel=1, shuffle=hdf5plugin.Blosc.SHUFFLE)
         file.create_dataset("hidden_states", shape, "<u2", chunks=chunk, **blosc, **options)
-    elif spec.codec == "fp8":
-        file.create_dataset("hidden_states", shape, "u1", **options)
-        file.create_dataset("scales", (tokens, layers), "<f4", **options)
     else:
-        file.create_dataset("hidden_states", shape, "<u2", **options)
+        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)  # so that its place in the file is known before it is written
+        file.create_dataset("hidden_states", shape, "u1" if spec.lossy else "<u2", dcpl=early, **options)
+    if spec.lossy:
+        file.create_dataset("scales", (tokens, layers), "<f4", **options)
     states = file["hidden_states"]
     states.attrs["dtype"] = np.bytes_("float8_e4m3fn" if spec.lossy else "bfloat16")
     states.attrs["rotated_left"] = np.int64(spec.codec == "lossless")
@@ -125,8 +140,6 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
     Raises:
         EyasError: a row of another length than planned.
     """
-    # Blosc2 with several threads may lay blocks down in the order in which they finish.
-    os.environ["BLOSC_NTHREADS"] = "1"
     tokens, layers, hidden = sum(lengths), len(spec.layers), spec.hidden_size
     input_ids = np.empty(tokens, dtype="<i4")
     checksums = {"hidden_crc32": np.zeros(len(keys), "<u4")}
@@ -134,10 +147,12 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
         checksums["scale_crc32"] = np.zeros(len(keys), "<u4")
     offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths))]).astype("<i8")
     with atomic_file(path) as temporary:
-        with h5py.File(temporary, "w", libver=_LIBVER, track_order=False) as file:
+        pages = {"alignment_threshold": _LARGE_BYTES, "alignment_interval": _PAGE_BYTES}
+        with h5py.File(temporary, "w", libver=_LIBVER, track_order=False, **pages) as file:
             _create_datasets(file, spec, tokens)
             file.attrs.update(_attributes(spec))
-            blocks = _BlockWriter(file["hidden_states"], spec.codec == "lossless")
+            write = _ChunkWriter(file) if spec.codec == "lossless" else _ContiguousWriter(file, temporary)
+            waiting = 0
             for number, key in enumerate(keys):
                 row = source(key)
                 shape = (lengths[number], layers, hidden)
@@ -145,11 +160,15 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
                     raise EyasError(f"row {key}: has the shape {row.states.shape}, planned was {shape}")
                 start, end = int(offsets[number]), int(offsets[number + 1])
                 input_ids[start:end] = row.input_ids
-                checksums["hidden_crc32"][number] = checksum(row.states)
+                checksums["hidden_crc32"][number] = row.crc32
                 if row.scale_TL is not None:
                     file["scales"][start:end] = row.scale_TL
                     checksums["scale_crc32"][number] = checksum(row.scale_TL)
-                blocks.add(row.states)
+                write(row.states)
+                waiting += row.states.nbytes
+                if waiting >= _WRITEBACK_BYTES:
+                    start_writeback(file.id.get_vfd_handle())
+                    waiting = 0
             options: dict[str, Any] = {"track_times": False}
             file.create_dataset("input_ids", data=input_ids, **options)
             file.create_dataset("row_offsets", data=offsets, **options)
@@ -159,29 +178,55 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
         temporary.chmod(0o444)
 
 
-class _BlockWriter:
-    """Gathers rows into blocks of whole chunks, so that each chunk is compressed once."""
+class _ChunkWriter:
+    """Gathers rows into chunks, so that each is compressed once, and writes them past HDF5's own filter."""
 
-    def __init__(self, dataset: Any, rotated: bool) -> None:
-        tokens, layers, hidden = dataset.shape
-        chunk = chunk_tokens(hidden)
-        chunks = max(1, _BLOCK_BYTES // (chunk * layers * hidden * dataset.dtype.itemsize))
-        self._dataset, self._rotated = dataset, rotated
-        self._block_TLH = np.empty((min(tokens, chunk * chunks), layers, hidden), dataset.dtype)
+    def __init__(self, file: h5py.File) -> None:
+        self._dataset = file["hidden_states"]
+        self._encode = LosslessEncoder()
+        tokens, _, _ = self._dataset.chunks
+        self._chunk_LTH = np.zeros((self._dataset.shape[1], tokens, self._dataset.shape[2]), np.uint16)
         self._written = self._filled = 0
 
-    def add(self, states_TLH: NDArray[Any]) -> None:
-        """Append a row; the last one of the dataset is written out at once."""
+    def __call__(self, states_TLH: NDArray[Any]) -> None:
+        """Append a row; the last one of the dataset is written out at once, its chunk filled up with zeros."""
+        tokens = self._chunk_LTH.shape[1]
         done = 0
         while done < len(states_TLH):
-            count = min(len(states_TLH) - done, len(self._block_TLH) - self._filled)
-            self._block_TLH[self._filled : self._filled + count] = states_TLH[done : done + count]
-            done, self._filled = done + count, self._filled + count
-            if self._filled == len(self._block_TLH) or self._written + self._filled == len(self._dataset):
-                block = self._block_TLH[: self._filled]
-                end = self._written + self._filled
-                self._dataset[self._written : end] = rotate(block) if self._rotated else block
-                self._written, self._filled = end, 0
+            count = min(len(states_TLH) - done, tokens - self._filled)
+            piece_LTH = states_TLH[done : done + count].swapaxes(0, 1)
+            done += count
+            if count == tokens:
+                self._write(piece_LTH, tokens)
+                continue
+            self._chunk_LTH[:, self._filled : self._filled + count] = piece_LTH
+            self._filled += count
+            if self._filled == tokens or self._written + self._filled == len(self._dataset):
+                self._chunk_LTH[:, self._filled :] = 0
+                self._write(self._chunk_LTH, self._filled)
+                self._filled = 0
+
+    def _write(self, chunk_LTH: NDArray[np.uint16], tokens: int) -> None:
+        for layer, words_TH in enumerate(chunk_LTH):
+            self._dataset.id.write_direct_chunk((self._written, layer, 0), self._encode(words_TH))
+        self._written += tokens
+
+
+class _ContiguousWriter:
+    """Writes rows past HDF5 to where the contiguous dataset lies: no copy in between."""
+
+    def __init__(self, file: h5py.File, path: Path) -> None:
+        file.flush()
+        self._position: int = file["hidden_states"].id.get_offset()
+        self._stream = path.open("r+b", buffering=0)
+
+    def __call__(self, states_TLH: NDArray[Any]) -> None:
+        """Append a row."""
+        view = np.ascontiguousarray(states_TLH).data.cast("B")
+        while len(view):
+            written = os.pwrite(self._stream.fileno(), view, self._position)
+            self._position += written
+            view = view[written:]
 
 
 def link_shard(source: Path, target: Path) -> None:
@@ -233,39 +278,77 @@ class ShardFile:
 
     def _open(self, record: ShardRecord | None) -> None:
         with _reading(self.path, None, "attributes"):
-            version = int(self._file.attrs["format_version"])
+            version = int(self._attribute("format_version"))
             if version > FORMAT_VERSION:
                 raise EyasError(f"{self.path}: format version {version} is newer than {FORMAT_VERSION}; upgrade Eyas")
-            self.fingerprint = bytes(self._file.attrs["fingerprint"]).decode("ascii")
-            self.codec = bytes(self._file.attrs["codec"]).decode("ascii")
+            self.fingerprint = bytes(self._attribute("fingerprint")).decode("ascii")
+            self.codec = bytes(self._attribute("codec")).decode("ascii")
             if self.codec not in CODECS:
                 raise ValueError(f"codec {self.codec!r} is none of {', '.join(CODECS)}")
+            self.layers, self.hidden_size = len(self._attribute("layers")), int(self._attribute("hidden_size"))
         with _reading(self.path, None, "row_keys"):
-            keys = self._file["row_keys"][()].astype(f"S{KEY_CHARACTERS}")
+            keys = self._dataset("row_keys", (None,), f"S{KEY_CHARACTERS}")[()]
             self.keys: list[str] = [key.decode("ascii") for key in keys.tolist()]
         with _reading(self.path, None, "row_offsets"):
-            self.offsets: NDArray[np.int64] = self._file["row_offsets"][()].astype("<i8")
-            if len(self.offsets) != len(keys) + 1 or self.offsets[0] != 0 or (np.diff(self.offsets) <= 0).any():
+            self.offsets: NDArray[np.int64] = self._dataset("row_offsets", (len(keys) + 1,), "<i8")[()]
+            if self.offsets[0] != 0 or (np.diff(self.offsets) <= 0).any():
                 raise ValueError("does not ascend from 0 by one row after the other")
         with _reading(self.path, None, "checksums"):
             names = ["hidden_crc32", *(["scale_crc32"] if self.codec == "fp8" else [])]
-            self._checksums = {name: self._file[name][()].astype("<u4") for name in names}
+            self._checksums = {name: self._dataset(name, (len(keys),), "<u4")[()] for name in names}
         with _reading(self.path, None, "hidden_states"):
-            self._states = self._file["hidden_states"]
-            tokens, self.layers, self.hidden_size = self._states.shape
-            stored = np.dtype("u1" if self.codec == "fp8" else "<u2")
-            if tokens != self.offsets[-1] or self._states.dtype != stored:
-                raise ValueError(f"has shape {self._states.shape} and type {self._states.dtype}")
+            shape = (self.tokens, self.layers, self.hidden_size)
+            self._states = self._dataset("hidden_states", shape, "u1" if self.codec == "fp8" else "<u2")
             # a contiguous dataset is read past HDF5, straight into the caller's buffer
             self._data_offset: int | None = None if self.codec == "lossless" else self._states.id.get_offset()
             self._descriptor = self._file.id.get_vfd_handle()
+            self._chunks: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        if self.codec == "fp8":
+            with _reading(self.path, None, "scales"):
+                self._scales = self._dataset("scales", shape[:2], "<f4")
         with _reading(self.path, None, "input_ids"):
-            self._input_ids = self._file["input_ids"]
-            if self._input_ids.shape != (tokens,) or self._input_ids.dtype != np.dtype("<i4"):
-                raise ValueError(f"has shape {self._input_ids.shape} and type {self._input_ids.dtype}")
+            self._input_ids = self._dataset("input_ids", (self.tokens,), "<i4")
         self.index_sha256 = _index_hash(keys, self.offsets, *self._checksums.values())
         if record is not None and (self.index_sha256, self.codec) != (record.index_sha256, record.codec):
             raise DamageError(self.path, None, "row_keys, row_offsets, checksums", "not what the manifest says")
+
+    def _attribute(self, name: str) -> Any:
+        """An attribute's value, if it is a small one of whole numbers or fixed text."""
+        size = h5py.h5a.get_info(self._file.id, name.encode()).data_size
+        if size > _ATTRIBUTE_BYTES:
+            raise ValueError(f"{name} has {size} bytes")
+        kind = h5py.h5a.open(self._file.id, name.encode()).get_type()
+        if not isinstance(kind, h5py.h5t.TypeIntegerID | h5py.h5t.TypeStringID) or (
+            isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()
+        ):
+            raise ValueError(f"{name} is neither a whole number nor text")
+        return self._file.attrs[name]
+
+    def _dataset(self, name: str, shape: tuple[int | None, ...], dtype: str) -> Any:
+        """A dataset that is in this very file, laid out as `write_shard` does it; nothing else is followed or read."""
+        if self._file.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
+            raise ValueError("is a link")
+        dataset = self._file[name]
+        if not isinstance(dataset, h5py.Dataset):
+            raise ValueError("is no dataset")
+        known = tuple(length if wanted is None else wanted for length, wanted in zip(dataset.shape, shape, strict=True))
+        if not dataset.shape == dataset.maxshape == known or dataset.dtype != np.dtype(dtype):
+            raise ValueError(f"has shape {dataset.shape} and type {dataset.dtype}, expected {shape} and {dtype}")
+        layout = dataset.id.get_create_plist()
+        compressed = name == "hidden_states" and self.codec == "lossless"
+        if layout.get_layout() != (h5py.h5d.CHUNKED if compressed else h5py.h5d.CONTIGUOUS) or (
+            not compressed and layout.get_external_count()
+        ):
+            raise ValueError("is not laid out as this codec's")
+        if compressed:
+            filters = [layout.get_filter(number)[0] for number in range(layout.get_nfilters())]
+            chunk = (min(self.tokens, chunk_tokens(self.hidden_size)), 1, self.hidden_size)
+            if filters != [_BLOSC_FILTER] or dataset.chunks != chunk:
+                raise ValueError(f"has the filters {filters} and chunks {dataset.chunks}")
+        # low bytes are stored as they are, so that no dataset is more than twice what the file holds
+        if dataset.nbytes > 2 * self.path.stat().st_size:
+            raise ValueError(f"claims {dataset.nbytes} bytes")
+        return dataset
 
     def close(self) -> None:
         """Close the file."""
@@ -321,6 +404,7 @@ class ShardFile:
             return
         with _reading(self.path, key, "hidden_states"):
             if self.codec == "lossless":
+                self._check_chunks(start, end)
                 self._states.read_direct(hidden_TLH, np.s_[start:end])
                 unrotate_in_place(hidden_TLH)
             else:
@@ -328,15 +412,30 @@ class ShardFile:
         if verify:
             self._check(row, "hidden_states", "hidden_crc32", hidden_TLH)
 
+    def _check_chunks(self, start: int, end: int) -> None:
+        """Compare chunks' own headers with what they must say: the filter believes them, and would read past their end."""
+        if not self._chunks:
+            self._states.id.chunk_iter(self._note_chunk)
+        tokens = self._states.chunks[0]
+        for first in range(start - start % tokens, end, tokens):
+            for layer in range(self.layers):
+                offset, size, mask = self._chunks[first, layer, 0]
+                words = tokens * self.hidden_size
+                header = os.pread(self._descriptor, CHUNK_HEADER_BYTES, offset)
+                header += os.pread(self._descriptor, 4, offset + CHUNK_HEADER_BYTES + words)
+                if mask or not is_whole_chunk(header, size, words):
+                    raise ValueError(f"the chunk of token {first}, layer {layer} is not one of this codec")
+
+    def _note_chunk(self, chunk: Any) -> None:
+        self._chunks[tuple(chunk.chunk_offset)] = chunk.byte_offset, chunk.size, chunk.filter_mask
+
     def _read_codes(self, row: int, verify: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         key, start, end = self.keys[row], int(self.offsets[row]), int(self.offsets[row + 1])
         with _reading(self.path, key, "hidden_states"):
             code_TLH = np.empty((end - start, self.layers, self.hidden_size), np.uint8)
             self._read_contiguous(start, code_TLH)
         with _reading(self.path, key, "scales"):
-            scale_TL = self._file["scales"][start:end].astype("<f4")
-            if scale_TL.shape != (end - start, self.layers):
-                raise ValueError(f"has the shape {scale_TL.shape}")
+            scale_TL = self._scales[start:end]
         if verify:
             self._check(row, "hidden_states", "hidden_crc32", code_TLH)
             self._check(row, "scales", "scale_crc32", scale_TL)
@@ -364,6 +463,8 @@ class ShardFile:
             DamageError: as `read_into`.
         """
         input_ids, hidden_TLH = self.read(row)
+        crc32 = int(self._checksums["hidden_crc32"][row])
         if self.codec == "fp8":
-            return StoredRow(input_ids, *self._read_codes(row, verify=True))
-        return StoredRow(input_ids, hidden_TLH, None)
+            code_TLH, scale_TL = self._read_codes(row, verify=True)
+            return StoredRow(input_ids, code_TLH, crc32, scale_TL)
+        return StoredRow(input_ids, hidden_TLH, crc32, None)

@@ -1,0 +1,49 @@
+"""Processes that share the work and end when the one that started them ends; neither DVC nor a killed stage ends its children."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel end this process when the thread that started it ends.
+
+    Args:
+        parent: the process that must still be there, for a child that may have lost it before this call.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+class _LeanProcess(SpawnProcess):
+    """A spawned process that does not import the parent's main module again: a stage's imports take seconds."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class LeanContext(SpawnContext):
+    """multiprocessing's `spawn` with processes that start in half a second; their tasks must be importable by name."""
+
+    Process = _LeanProcess
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """A pool of processes for functions of importable modules; the thread that submits first must live as long as the pool."""
+    return ProcessPoolExecutor(workers, mp_context=LeanContext(), initializer=die_with_parent, initargs=(os.getpid(),))
