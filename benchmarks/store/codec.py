@@ -27,7 +27,8 @@ from eyas.stage import machine_description
 from eyas.store.format import CODECS, StoreSpec
 from eyas.store.fsck import store_info
 from eyas.store.reader import StoreReader
-from eyas.store.writer import RowSpool, publish
+from eyas.store.spool import RowSpool
+from eyas.store.writer import publish
 
 
 def synthetic_rows(spec: StoreSpec, tokens: int) -> Iterator[tuple[Any, Any]]:
@@ -65,7 +66,7 @@ def measure(rows: list[tuple[Any, Any]], spec: StoreSpec, folder: Path) -> dict[
     spool = RowSpool(folder / "work" / "rows", spec)
     keys = [spool.write(*row) for row in rows]
     megabytes = sum(row[1].nbytes for row in rows) / 1e6
-    wall, cpu = _timed(lambda: publish(spool, folder / "store", spec, keys, None))
+    wall, cpu = _timed(lambda: publish(spool, folder / "store", spec, keys))
     result = {
         "ratio": store_info(folder / "store")["ratio"],
         "write_mb_s": megabytes / wall,
