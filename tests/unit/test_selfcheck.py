@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from eyas.conversations.loops import is_looped
@@ -204,6 +205,13 @@ def test_an_auxiliary_layer_off_by_one_is_caught_by_the_reference(recording: Rec
 def test_the_wrong_norm_convention_is_caught_and_named(recording: Recording) -> None:
     with pytest.raises(EyasError, match=r"`head_parity`.*: wrong norm convention"):
         verify(recording, head=replace(recording.head, unit_offset=True))
+
+
+def test_a_head_that_is_taken_for_tied_is_caught(recording: Recording, tiny_target: Path) -> None:
+    with safe_open(tiny_target / "model.safetensors", "pt") as file:
+        embeddings_VH = file.get_tensor("model.embed_tokens.weight").float()
+    with pytest.raises(EyasError, match=r"`head_parity`.* an output head that is tied to other weights"):
+        verify(recording, head=replace(recording.head, head_VH=embeddings_VH))
 
 
 def with_states_of(rows: Rows, others: Sequence[int]) -> list[CheckedRow]:
