@@ -21,7 +21,7 @@ Outcomes:
     followed     read from a file outside the store
     wrong, exception, crashed, hung
 
-Prints counts and every bad case, which ``--only KIND/CODEC/WHAT`` runs again. The exit status is 1 when there are any.
+Prints every bad case, which ``--only KIND/CODEC/WHAT`` runs again, and counts. The exit status is 1 when there are any.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ GOOD = ("clean", "refused")
 LAYERS, HIDDEN = 3, 16
 _ROWS = ((40, 7, 230), (11, 90))
 _MEMORY = 1 << 30
+_SECONDS = 10.0
 _STRUCTURES = (
     b"\x89HDF\r\n\x1a\n",
     b"OHDR",
@@ -614,6 +615,29 @@ def _huge_row(file: h5py.File, _: str, __: Outside) -> None:
         _put(file, name, shape=(tokens, *file[name].shape[1:]), dtype=file[name].dtype, chunks=True)
 
 
+def _exchanged(file: h5py.File, _: str, __: Outside) -> None:
+    """As many values in another shape, and attributes that agree with it."""
+    states = file["hidden_states"]
+    tokens, layers, hidden = states.shape
+    chunks = None if states.chunks is None else (states.chunks[0], 1, layers)
+    filters = {} if chunks is None else {"compression": 32001, "compression_opts": (0, 0, 0, 0, 1, 1, 5)}
+    _put(file, "hidden_states", data=states[()].reshape(tokens, hidden, layers), chunks=chunks, **filters)
+    file.attrs["layers"], file.attrs["hidden_size"] = np.arange(hidden), np.int64(layers)
+    if "scales" in file:
+        _put(file, "scales", data=np.resize(file["scales"][()], (tokens, hidden)))
+
+
+def _narrow(file: h5py.File, name: str, _: Outside) -> None:
+    """Sixteen bits to a word, of which twelve count, beginning at the third."""
+    values = file["hidden_states"][()]
+    kind = h5py.h5t.STD_U16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(3)
+    del file["hidden_states"]
+    space = h5py.h5s.create_simple(values.shape)
+    h5py.Dataset(h5py.h5d.create(file.id, b"hidden_states", kind, space))[...] = values >> 4
+
+
 def rebuilt_cases(codec: str) -> dict[str, tuple[Change, str, tuple[str, ...]]]:
     """What is done, to which dataset, and the outcomes that are right."""
     names = ["hidden_states", "input_ids", "row_offsets", "row_keys", "hidden_crc32"]
@@ -636,6 +660,8 @@ def rebuilt_cases(codec: str) -> dict[str, tuple[Change, str, tuple[str, ...]]]:
 
         cases[f"attribute {attribute}: gone"] = (drop, where, GOOD)
     cases["a huge row"] = (_huge_row, "", ("refused",))
+    cases["layers and hidden size exchanged"] = (_exchanged, "", ("refused",))
+    cases["words with unused bits"] = (_narrow, "", ("refused",))
     return cases
 
 
@@ -865,8 +891,8 @@ def _clear(store: Path) -> None:
 class _Child:
     """A process that runs cases, replaced by a fresh one when a case ends it."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._process: Any = None
 
     def _start(self) -> None:
@@ -884,10 +910,10 @@ class _Child:
             self._start()
         self._connection.send(case)
         try:
-            if self._connection.poll(self.seconds):
+            if self._connection.poll(_SECONDS):
                 outcome: tuple[str, str] = self._connection.recv()
                 return outcome
-            outcome = ("hung", f"after {self.seconds} s")
+            outcome = ("hung", f"after {_SECONDS} s")
         except EOFError:
             self._process.join()
             trace = [line.strip() for line in (self.folder / "fault.txt").read_text().splitlines()]
@@ -905,18 +931,24 @@ class _Child:
 
 
 def run_cases(
-    cases: Sequence[str], folder: Path, workers: int = 1, seconds: float = 10.0
+    cases: Sequence[str],
+    folder: Path,
+    workers: int = 1,
+    report: Callable[[str, str, str], None] = lambda case, outcome, message: None,
 ) -> dict[str, tuple[str, str]]:
-    """Outcome and message of every case. ``seconds`` is the limit for one case."""
+    """Outcome and message of every case; ``report`` gets each as it comes."""
 
     def work(number: int) -> dict[str, tuple[str, str]]:
         place = folder / f"child-{number}"
         place.mkdir()
-        child = _Child(place, seconds)
+        child, outcomes = _Child(place), {}
         try:
-            return {case: child.run(case) for case in cases[number::workers]}
+            for case in cases[number::workers]:
+                outcomes[case] = child.run(case)
+                report(case, *outcomes[case])
         finally:
             child.end()
+        return outcomes
 
     with ThreadPoolExecutor(workers) as pool:
         parts = list(pool.map(work, range(workers)))
@@ -951,15 +983,17 @@ def main() -> int:
         *random_cases("manifest", arguments.cases // 3, arguments.seed),
         *random_cases("bytes", arguments.cases - arguments.cases // 3, arguments.seed),
     ]
+
+    def report(case: str, outcome: str, message: str) -> None:
+        if outcome not in GOOD or arguments.only:
+            print(f"{outcome:<10}{case}: {message}", flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_cases(cases, Path(folder), arguments.workers)
-    bad = {case: outcome for case, outcome in outcomes.items() if outcome[0] not in GOOD}
-    for case, (outcome, message) in (outcomes if arguments.only else bad).items():
-        print(f"{outcome:<10}{case}: {message}")
+        outcomes = run_cases(cases, Path(folder), arguments.workers, report)
     counts = Counter((case.split("/")[0], outcome) for case, (outcome, _) in outcomes.items())
     for (kind, outcome), count in sorted(counts.items()):
         print(f"{kind:<10}{outcome:<10}{count:>7,}")
-    return 1 if bad else 0
+    return 0 if all(outcome in GOOD for outcome, _ in outcomes.values()) else 1
 
 
 if __name__ == "__main__":
