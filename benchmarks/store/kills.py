@@ -541,15 +541,16 @@ def kill_loop(folder: Path, kills: int, seed: int, report: Callable[[Tally], Non
             place = folder / f"life-{len(lives)}"
             place.mkdir(parents=True)
             lives.append(Loop(place, source, tally))
-        before = tally.kills.total()
+        killed, states = tally.kills.total(), tally.states
         phase = source.choices(PHASES, (5, 6, 3, 4))[0]
         kind = source.choices(KINDS, (4, 3, 4, 3) if phase in ("recording", "sealing") else (4, 3, 0, 0))[0]
         limit = source.randrange(*_FILE_LIMITS) if source.random() < 0.06 else None
         completed = lives[-1].run(phase, kind, limit)
-        if tally.kills.total() > before:
+        if tally.kills.total() > killed:
             report(tally)
         over = completed and source.random() < 0.25  # a first extraction has the longest recording
-        if not over and (completed or source.random() < 0.1):
+        # a change right after a kill that let the new store through finds shards that the scratch does not know as published
+        if not over and (completed or source.random() < (0.5 if tally.states > states else 0.1)):
             lives[-1].change()
     while not lives[-1].run("", "", file_limit=_NO_LIMIT):
         continue
