@@ -69,22 +69,23 @@ def verify_store(directory: Path, sample: int | None, workers: int) -> list[Dama
         EyasError: the manifest itself cannot be used.
     """
     manifest = Manifest.read(directory)
-    rows = {number: list(range(record.rows)) for number, record in enumerate(manifest.shards)}
+    listed: dict[int, list[LiveRow]] = {number: [] for number in range(len(manifest.shards))}
+    for live in manifest.rows:
+        listed[live.shard].append(live)
+    damages: dict[Damage, None] = {}
+    rows: dict[int, list[int]] = {}
+    for number, record in enumerate(manifest.shards):
+        found, there = _check_places(directory / record.name, record, listed[number])
+        damages |= dict.fromkeys(found)
+        rows[number] = list(range(there))
     if sample is not None:
-        rows = {number: [] for number in rows}
-        for live in random.sample(manifest.rows, min(sample, len(manifest.rows))):
-            rows[live.shard].append(live.row)
+        chosen_rows = random.sample(manifest.rows, min(sample, len(manifest.rows)))
+        rows = {number: [r.row for r in chosen_rows if r.shard == number and r.row in rows[number]] for number in rows}
     tasks = [
         (number, sorted(chosen)[start : start + _ROWS_PER_TASK])
         for number, chosen in rows.items()
         for start in range(0, max(1, len(chosen)), _ROWS_PER_TASK)
     ]
-    listed: dict[int, list[LiveRow]] = {number: [] for number in rows}
-    for live in manifest.rows:
-        listed[live.shard].append(live)
-    damages: dict[Damage, None] = {}
-    for number, record in enumerate(manifest.shards):
-        damages |= dict.fromkeys(_check_places(directory / record.name, record, listed[number]))
     with Progress("verifying", sum(len(chosen) for _, chosen in tasks), "rows") as progress:
         arguments = [
             (directory / manifest.shards[number].name, manifest.shards[number], manifest.spec.fingerprint, chosen)
@@ -98,19 +99,26 @@ def verify_store(directory: Path, sample: int | None, workers: int) -> list[Dama
     return list(damages)
 
 
-def _check_places(path: Path, record: ShardRecord, listed: Sequence[LiveRow]) -> list[Damage]:
-    """Whether the manifest's live rows are where it says; a shard that does not open is found by reading it."""
+def _check_places(path: Path, record: ShardRecord, listed: Sequence[LiveRow]) -> tuple[list[Damage], int]:
+    """Whether a shard has the rows that the manifest says, where it says; and how many it has.
+
+    A shard that does not open is found by reading it.
+    """
     try:
         with ShardFile(path, record) as shard:
-            return [
+            found = [
                 Damage(path.name, live.key, "row_keys", "the manifest's row is not where it says")
                 for live in listed
                 if live.row >= len(shard.keys)
                 or shard.keys[live.row] != live.key
                 or shard.length(live.row) != live.tokens
             ]
+            if (len(shard.keys), shard.tokens) != (record.rows, record.tokens):
+                reason = f"has {len(shard.keys)} rows of {shard.tokens} tokens, the manifest says {record.rows} of {record.tokens}"
+                found.append(Damage(path.name, None, "row_keys", reason))
+            return found, len(shard.keys)
     except EyasError:
-        return []
+        return [], 0
 
 
 def store_info(directory: Path) -> dict[str, Any]:
