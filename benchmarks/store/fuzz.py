@@ -316,7 +316,9 @@ def _another_value(before: Any, whole: Any, source: random.Random) -> Any:
         return source.choice(
             (before[1:], before[:-1], before[::-1], before + before[:1], before * 2, dict(enumerate(before)))
         )
-    return list(before) if source.random() < 0.5 else before | {source.choice(("x", "rows", "sha256")): 1}
+    if isinstance(before, dict):
+        return list(before) if source.random() < 0.5 else before | {source.choice(("x", "rows", "sha256")): 1}
+    return source.choice(_STRANGE)
 
 
 def damaged_manifest(original: Original, source: random.Random) -> bytes:

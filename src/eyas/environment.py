@@ -33,6 +33,9 @@ KEYS = (
     "gguf",
     "jinja2",
     "matplotlib",
+    "datasets",
+    "ijson",
+    "rensa",
 )
 # The one kind of machine that pyproject.toml's [tool.uv] names; uv repeats it on every line.
 _EVERYWHERE = "python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux'"

@@ -34,19 +34,39 @@ class TargetParams(_Section):
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("auto", description="compute type in the engine")
     max_model_len: int = Field(gt=0, description="longest context in tokens")
     trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, bool | int | str] = Field(
+        default_factory=dict, description="variables of the chat template, such as `enable_thinking: false`"
+    )
 
 
 class SourceParams(_Section):
     """One place that conversations come from."""
 
-    source: str = Field(description="`package:<name>` of the bundled catalogue, or a path to a JSONL file")
+    source: str = Field(
+        description="`package:<name>` of the bundled catalogue, `hub:<owner>/<name>` of the Hugging Face hub, or a file, folder or glob under data/input"
+    )
+    subset: str | None = Field(None, description="configuration of a hub data set")
+    split: str = Field("train", description="split of a hub data set")
+    revision: str | None = Field(None, description="commit of a hub data set")
     cap: int | None = Field(None, gt=0, description="keep at most so many conversations")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="how often a row of this source is taken, against the others', when dataset.cap has to choose",
+    )
 
 
 class DatasetParams(_Section):
     """Conversations, their split, and the prompt sets for benchmarking."""
 
     sources: list[SourceParams] = Field(min_length=1)
+    cap: int | None = Field(None, gt=0, description="keep at most so many conversations, sampled from all sources")
+    near_duplicate: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Jaccard similarity from which a conversation counts as another's copy; 1: equal ones only",
+    )
     max_turns: int = Field(2, gt=0, description="keep at most so many user turns of a conversation")
     max_prompt_chars: int = Field(600, gt=0, description="set aside conversations with a longer user turn")
     validation_share: float = Field(0.1, gt=0, lt=1)
@@ -57,10 +77,16 @@ class DatasetParams(_Section):
 class ResponseParams(_Section):
     """How the target answers."""
 
+    mode: Literal["regenerate", "keep"] = Field(
+        "regenerate", description="`keep`: train on the answers that the data holds (greedy probes are answered anyway)"
+    )
     temperature: float = Field(0.7, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(gt=0, description="longest answer in tokens")
     seed: int = 0
+    drop_looped: bool = Field(
+        True, description="end a conversation before an answer whose tail repeats a few tokens; they flatter acceptance"
+    )
     greedy_probes: int = Field(
         8, ge=1, description="validation prompts answered greedily for the extraction self-check"
     )
@@ -154,6 +180,15 @@ class Machine(_Section):
             ge=1, description="processes that write or read shards; default: three quarters of the cores, at most 12"
         ),
     ] = None
+
+    endpoint: Annotated[
+        str | None,
+        Field(
+            description="base URL of a running vLLM server that answers in place of vLLM in the stage's process, as in http://127.0.0.1:8000/v1"
+        ),
+    ] = None
+    endpoint_concurrency: Annotated[int, Field(ge=1, description="requests at a time")] = 64
+    endpoint_timeout_s: Annotated[float, Field(gt=0, description="longest wait for one answer")] = 600.0
 
     @property
     def shard_processes(self) -> int:

@@ -30,6 +30,9 @@ PACKAGES = {
     "gguf": "gguf",
     "pyarrow": "pyarrow",
     "numpy": "numpy",
+    "datasets": "datasets",
+    "ijson": "ijson",
+    "rensa": "rensa",
 }
 
 
