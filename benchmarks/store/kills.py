@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import hashlib
 import json
 import os
@@ -98,6 +99,7 @@ def extract(folder: Path) -> None:
     spool = RowSpool(folder / "work" / "rows", SPEC)
     rows = {_key(number): number for number in run.wanted}
     lengths = {key: len(engine_row(number)[0]) for key, number in rows.items()}
+    faulthandler.register(signal.SIGUSR1)
     print("ready", flush=True)
     if run.file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (run.file_limit, run.file_limit))
@@ -390,6 +392,8 @@ class Loop:
         try:
             status = child.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGUSR1)  # it prints where its threads are
+            time.sleep(1)
             self.violation(f"a run goes on after {_PATIENCE_SECONDS} s: {self._errors()}")
             child.kill()
             status = child.wait()

@@ -45,5 +45,11 @@ class LeanContext(SpawnContext):
 
 
 def process_pool(workers: int) -> ProcessPoolExecutor:
-    """A pool of processes for functions of importable modules; the thread that submits first must live as long as the pool."""
-    return ProcessPoolExecutor(workers, mp_context=LeanContext(), initializer=die_with_parent, initargs=(os.getpid(),))
+    """A pool of processes for functions of importable modules; the thread that submits first must live as long as the pool.
+
+    All of them start with the first task. Left to itself the executor starts one a task, from the thread that submits, while
+    another thread watches those that it knew of before: a process killed at that moment is not missed, and its task never ends.
+    """
+    pool = ProcessPoolExecutor(workers, mp_context=LeanContext(), initializer=die_with_parent, initargs=(os.getpid(),))
+    pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]  # no public switch in Python 3.11 and 3.12
+    return pool

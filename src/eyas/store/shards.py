@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -148,7 +149,7 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
     offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths))]).astype("<i8")
     with atomic_file(path) as temporary:
         pages = {"alignment_threshold": _LARGE_BYTES, "alignment_interval": _PAGE_BYTES}
-        with h5py.File(temporary, "w", libver=_LIBVER, track_order=False, **pages) as file:
+        with _writing(path), h5py.File(temporary, "w", libver=_LIBVER, track_order=False, **pages) as file:
             _create_datasets(file, spec, tokens)
             file.attrs.update(_attributes(spec))
             write = _ChunkWriter(file) if spec.codec == "lossless" else _ContiguousWriter(file, temporary)
@@ -176,6 +177,18 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
             for name, values in checksums.items():
                 file.create_dataset(name, data=values, **options)
         temporary.chmod(0o444)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """HDF5 writes much of a file when it closes it, and h5py reports a full disk then as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 class _ChunkWriter:
@@ -285,7 +298,13 @@ class ShardFile:
             self.codec = bytes(self._attribute("codec")).decode("ascii")
             if self.codec not in CODECS:
                 raise ValueError(f"codec {self.codec!r} is none of {', '.join(CODECS)}")
-            self.layers, self.hidden_size = len(self._attribute("layers")), int(self._attribute("hidden_size"))
+            layers, self.hidden_size = self._attribute("layers").tolist(), int(self._attribute("hidden_size"))
+            self.layers = len(layers)
+            identity = json.loads(bytes(self._attribute("identity")))
+            if not layers or self.hidden_size < 1:
+                raise ValueError(f"{len(layers)} layers, hidden size {self.hidden_size}")
+            if StoreSpec(tuple(layers), self.hidden_size, self.codec, identity, 1).fingerprint != self.fingerprint:
+                raise ValueError("layers, hidden size and identity do not give the fingerprint")
         with _reading(self.path, None, "row_keys"):
             keys = self._dataset("row_keys", (None,), f"S{KEY_CHARACTERS}")[()]
             self.keys: list[str] = [key.decode("ascii") for key in keys.tolist()]

@@ -29,11 +29,10 @@ _LOST_WORKER = (
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Rows that make one shard; ``full`` says that no further row would fit."""
+    """Rows that make one shard."""
 
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
-    full: bool
 
     @property
     def tokens(self) -> int:
@@ -61,12 +60,12 @@ def plan_shards(spool: RowSpool, spec: StoreSpec, lengths: Mapping[str, int]) ->
         if key in covered:
             continue
         if chosen and tokens + length > limit:
-            planned.append(PlannedShard(tuple(chosen), tuple(chosen.values()), full=True))
+            planned.append(PlannedShard(tuple(chosen), tuple(chosen.values())))
             chosen, tokens = {}, 0
         chosen[key] = length
         tokens += length
     if chosen:
-        planned.append(PlannedShard(tuple(chosen), tuple(chosen.values()), full=False))
+        planned.append(PlannedShard(tuple(chosen), tuple(chosen.values())))
     return planned
 
 
@@ -80,7 +79,7 @@ def _build(spool: RowSpool, spec: StoreSpec, planned: PlannedShard) -> int:
 
 
 class Sealer:
-    """While rows still arrive: writes the shards that are full by now, in processes, and frees their loose rows.
+    """While rows still arrive: writes the shards whose rows are all here, in processes, and frees their loose rows.
 
     So loose rows seldom reach the disk, which then takes each state once, in the codec's size. Use it as a context manager;
     leaving it waits for the shards that are being written.
@@ -96,7 +95,7 @@ class Sealer:
             workers: processes, and shards that are written at once.
         """
         self._spool, self._spec, self._lengths, self._workers = spool, spec, lengths, workers
-        self._planned = [shard for shard in plan_shards(spool, spec, lengths) if shard.full]
+        self._planned = plan_shards(spool, spec, lengths)
         self._stop = threading.Event()
         self._running: set[Future[int]] = set()
         self._error: BaseException | None = None
@@ -135,9 +134,8 @@ class Sealer:
 
     def _run(self) -> None:
         try:
-            with process_pool(self._workers) as pool:
-                for _ in range(self._workers):
-                    pool.submit(os.getpid)  # processes start when there is work: let them all start now
+            with process_pool(min(self._workers, len(self._planned))) as pool:
+                pool.submit(os.getpid)  # the processes start with the first task: let them start now
                 for planned in self._planned:
                     if not self._arrived(planned):
                         break
