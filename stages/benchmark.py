@@ -17,7 +17,9 @@ def run(stage: Stage) -> None:
     """Choose the prompts, serve them with each method, write outputs, metrics and the acceptance series."""
     target, params = stage.params.target, stage.params.benchmark
     directory, _ = open_target(target, stage.data / "target.json")
-    template = ChatTemplate(directory, trust_remote_code=target.trust_remote_code)
+    template = ChatTemplate(
+        directory, trust_remote_code=target.trust_remote_code, variables=target.chat_template_kwargs
+    )
     conversations = stage.data / "conversations"
     prompts = choose_prompts(
         read_table(conversations / "conversations.parquet", CONVERSATIONS),

@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
+from itertools import chain
+
+import pyarrow.parquet as pq
+
+from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.files import atomic_directory
 from eyas.stage import Stage, stage_main
-from eyas.tables import RESPONSES, TOKENS, read_table, write_table
-from eyas.templates.encoding import GeneratedTurn, encode_turns
+from eyas.tables import RESPONSES, TOKENS, read_batches, table_writer
+from eyas.targets.resolve import open_target
+from eyas.templates.rows import Encoding, encode_batches
+
+_BATCH_ROWS = 256
+_ROWS_FOR_PROCESSES = 2000  # below that the start of processes takes longer than the work
+_COUNTS = (
+    "rows",
+    "turns",
+    "tokens",
+    "supervised_tokens",
+    "train_rows",
+    "validation_rows",
+    "cut_rows",
+    "left_out_too_long",
+    "refused_by_template",
+    "tokens_if_one_row_per_turn",
+)
 
 
 def run(stage: Stage) -> None:
     """Read the responses, write the rows to extract and to train on."""
-    rows = []
-    turns = 0
-    for response in read_table(stage.data / "responses" / "responses.parquet", RESPONSES):
-        generated = [GeneratedTurn(t["prompt_ids"], t["token_ids"], t["logprobs"]) for t in response["turns"]]
-        turns += len(generated)
-        for row in encode_turns(generated):
-            shared = {name: response[name] for name in ("conversation_id", "split", "kind")}
-            rows.append(shared | vars(row))
-    if not rows:
-        raise EyasError(f"{stage.data / 'responses'}: no conversation has an answer")
+    source = stage.data / "responses" / "responses.parquet"
+    batches = read_batches(source, RESPONSES, _BATCH_ROWS)
+    first = next(batches, [])  # says so if the file is missing
+    total = pq.read_metadata(source).num_rows
+    workers = stage.machine.threads or len(os.sched_getaffinity(0))
+    counts: Counter[str] = Counter()
+    longest = 0
     with atomic_directory(stage.data / "tokens") as folder:
-        write_table(folder / "tokens.parquet", rows, TOKENS)
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    supervised = sum(sum(row["loss_mask"]) for row in rows)
-    longest = max(len(row["input_ids"]) for row in rows)
-    stage.provenance["tokens"] = tokens
+        with (
+            Progress("encoding", total, "conversations") as progress,
+            (folder / "rejected.jsonl").open("w", encoding="utf-8") as rejected,
+            table_writer(folder / "tokens.parquet", TOKENS) as add,
+        ):
+            for encoded in encode_batches(
+                chain([first], batches),
+                _encoding(stage),
+                workers if total >= _ROWS_FOR_PROCESSES else 1,
+                progress.advance,
+            ):
+                add(encoded.rows)
+                rejected.writelines(json.dumps(row) + "\n" for row in encoded.rejected)
+                counts.update(encoded.counts)
+                longest = max(longest, encoded.longest)
+        if not counts["rows"]:
+            raise EyasError(f"{source}: no conversation has an answer that fits; {dict(counts)}")
+    stage.provenance["tokens"] = counts["tokens"]
     stage.write_metrics(
-        {
-            "rows": len(rows),
-            "turns": turns,
-            "tokens": tokens,
-            "supervised_tokens": supervised,
-            "supervised_share": supervised / tokens,
-            "longest_row": longest,
-            "train_rows": sum(row["split"] == "train" and row["kind"] != "greedy_probe" for row in rows),
-            "validation_rows": sum(row["split"] == "validation" and row["kind"] != "greedy_probe" for row in rows),
-        }
+        {name: counts[name] for name in _COUNTS}
+        | {"supervised_share": counts["supervised_tokens"] / counts["tokens"], "longest_row": longest}
     )
+
+
+def _encoding(stage: Stage) -> Encoding:
+    target = stage.params.target
+    if stage.params.responses.mode != "keep":
+        return Encoding(target.max_model_len)
+    directory, _ = open_target(target, stage.data / "target.json")
+    variables = tuple(sorted(target.chat_template_kwargs.items()))
+    return Encoding(target.max_model_len, directory, target.trust_remote_code, variables)
 
 
 if __name__ == "__main__":

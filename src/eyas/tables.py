@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ import pyarrow.parquet as pq
 from eyas.errors import EyasError
 from eyas.files import atomic_file
 
+_GROUP_ROWS = 2048  # rows of long conversations have 100 KiB each
+
+# `messages` and `tools` are JSON lists, as chat templates take them
 CONVERSATIONS = pa.schema(
-    [("conversation_id", pa.string()), ("split", pa.string()), ("source", pa.string()), ("messages", pa.string())]
+    [
+        ("conversation_id", pa.string()),
+        ("split", pa.string()),
+        ("source", pa.string()),
+        ("messages", pa.string()),
+        ("tools", pa.string()),
+    ]
 )
 PROMPTS = pa.schema(
     [("set", pa.string()), ("prompt_id", pa.string()), ("category", pa.string()), ("turns", pa.list_(pa.string()))]
@@ -25,11 +35,14 @@ RESPONSES = pa.schema(
         ("source", pa.string()),
         ("kind", pa.string()),
         ("messages", pa.string()),
+        ("tools", pa.string()),
         (
             "turns",
             pa.list_(
                 pa.struct(
                     [
+                        # so many leading ids of the previous turn's prompt and answer open this prompt; the rest follow
+                        ("shared", pa.int32()),
                         ("prompt_ids", pa.list_(pa.int32())),
                         ("token_ids", pa.list_(pa.int32())),
                         ("logprobs", pa.list_(pa.float32())),
@@ -59,22 +72,82 @@ OUTPUTS = pa.schema(
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
     """Write rows in the given order; the same rows give the same bytes."""
-    table = pa.Table.from_pylist(list(rows), schema=schema)
+    with table_writer(path, schema) as add:
+        add(rows)
+
+
+@contextmanager
+def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
+    """Give a function that adds rows; the table is there, whole, when the context ends without an error.
+
+    The bytes follow from the rows and their order alone, not from how many are added at a time; memory holds one row group.
+    """
+    waiting: list[pa.Table] = []
+    room = _GROUP_ROWS
+
+    def flush() -> None:
+        nonlocal room
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting).combine_chunks(), row_group_size=_GROUP_ROWS)
+        waiting.clear()
+        room = _GROUP_ROWS
+
+    def add(rows: Sequence[Mapping[str, Any]]) -> None:
+        nonlocal room
+        start = 0
+        while start < len(rows):
+            waiting.append(pa.Table.from_pylist(list(rows[start : start + room]), schema=schema))
+            start, room = start + len(waiting[-1]), room - len(waiting[-1])
+            if not room:
+                flush()
+
     with atomic_file(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=8192, store_schema=False)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", store_schema=False) as writer:
+            yield add
+            flush()
+
+
+def read_batches(path: Path, schema: pa.Schema, rows: int = 1024) -> Iterator[list[dict[str, Any]]]:
+    """Read the rows in order, so many at a time.
+
+    Raises:
+        EyasError: the file is missing, unreadable, or lacks a column.
+    """
+    _check_exists(path)
+    try:
+        with pq.ParquetFile(path) as file:
+            absent = set(schema.names) - set(file.schema_arrow.names)
+            if absent:
+                raise pa.ArrowInvalid(f"no column {', '.join(sorted(absent))}")
+            for batch in file.iter_batches(rows, columns=schema.names):
+                yield batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise EyasError(f"{path}: not a readable table with columns {', '.join(schema.names)}: {error}") from error
+
+
+def count_rows(path: Path) -> int:
+    """Number of rows of a table.
+
+    Raises:
+        EyasError: the file is missing or unreadable.
+    """
+    _check_exists(path)
+    try:
+        rows: int = pq.read_metadata(path).num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise EyasError(f"{path}: not a readable table: {error}") from error
+    return rows
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        raise EyasError(f"{path}: no such file; run the stage that makes it (`make repro`), or `make pull`")
 
 
 def read_table(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     """Read all rows.
 
     Raises:
-        EyasError: the file is missing, unreadable, or lacks a column.
+        EyasError: as `read_batches`.
     """
-    if not path.is_file():
-        raise EyasError(f"{path}: no such file; run the stage that makes it (`make repro`), or `make pull`")
-    try:
-        table = pq.read_table(path, columns=schema.names)
-    except (OSError, pa.ArrowException) as error:
-        raise EyasError(f"{path}: not a readable table with columns {', '.join(schema.names)}: {error}") from error
-    rows: list[dict[str, Any]] = table.to_pylist()
-    return rows
+    return [row for batch in read_batches(path, schema) for row in batch]

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from eyas.conversations import bundled
+from eyas.conversations.benchmark_sets import Prompt, read_benchmark_set, read_benchmark_sets
 from eyas.conversations.contamination import BenchmarkIndex
-from eyas.conversations.dataset import Dataset, prepare_dataset, read_benchmark_set
 from eyas.conversations.rules import validate
 from eyas.conversations.screen import is_crude, is_english, is_personal
 from eyas.packages import read_pins
-from eyas.params import DatasetParams, SourceParams, load_profile
+from eyas.params import SourceParams, load_profile
+from tests.prepared import Prepared, prepare, user_turns
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,10 +27,15 @@ def training_rows(name: str) -> list[bundled.Row]:
 
 
 @pytest.fixture(scope="module")
-def smoke() -> Dataset:
+def smoke() -> Prepared:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return prepare_dataset(load_profile("smoke").dataset)
+        return prepare(**dict(load_profile("smoke").dataset))
+
+
+@functools.cache
+def benchmark_prompts() -> list[Prompt]:
+    return read_benchmark_sets(load_profile("smoke").dataset.benchmark_sets, "dataset.benchmark_sets")
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +43,26 @@ def _in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_smoke_keeps_enough_varied_conversations(smoke: Dataset) -> None:
-    metrics = smoke.metrics()
+def test_smoke_keeps_enough_varied_conversations(smoke: Prepared) -> None:
+    metrics = smoke.metrics
     assert metrics["kept"] >= 400
     assert metrics["multi_turn"] >= metrics["kept"] // 4
     assert min(metrics["sources"].values()) >= 100
     assert metrics["rejected"] == 0
     assert metrics["rows"] == metrics["kept"] + metrics["left_out"]
     assert metrics["validation"] >= 40  # 32 held-out prompts and 8 probes
-    openings = {k.conversation.user_turns[0] for k in smoke.kept}
-    assert len(openings) > 0.95 * len(smoke.kept)
+    openings = smoke.openings
+    assert len(openings) > 0.95 * metrics["kept"]
     # no form of question (its first three words) makes up a tenth of the data
     forms = [" ".join(opening.split()[:3]) for opening in openings]
     assert max(forms.count(form) for form in forms) < len(forms) / 10
 
 
-def test_no_benchmark_prompt_is_in_training_or_validation(smoke: Dataset) -> None:
-    prompts = {re.sub(r"\W+", " ", turn).lower().strip() for p in smoke.prompts for turn in p.turns}
-    turns = [turn for k in smoke.kept for turn in k.conversation.user_turns]
+def test_no_benchmark_prompt_is_in_training_or_validation(smoke: Prepared) -> None:
+    prompts = {re.sub(r"\W+", " ", turn).lower().strip() for p in benchmark_prompts() for turn in p.turns}
+    turns = [turn for row in smoke.rows for turn in user_turns(row)]
     assert not prompts & {re.sub(r"\W+", " ", turn).lower().strip() for turn in turns}
-    index = BenchmarkIndex(turn for p in smoke.prompts for turn in p.turns)
+    index = BenchmarkIndex(turn for p in benchmark_prompts() for turn in p.turns)
     assert not [turn for turn in turns if index.contains(turn)]
 
 
@@ -106,15 +112,14 @@ def test_a_benchmark_set_trained_on_by_mistake_is_left_out(tmp_path: Path, monke
     (folder / "leak.jsonl").write_text("\n".join(lines))
     (tmp_path / "locks").symlink_to(ROOT / "locks")
     monkeypatch.chdir(tmp_path)
-    dataset = prepare_dataset(
-        DatasetParams(
-            sources=[SourceParams(source="data/input/leak.jsonl", cap=None)],
-            max_prompt_chars=4000,
-            benchmark_sets=[SourceParams(source="package:gsm8k", cap=None)],
-        )
+    made = prepare(
+        ("data/input/leak.jsonl", None),
+        max_prompt_chars=4000,
+        near_duplicate=1.0,
+        benchmark_sets=[SourceParams(source="package:gsm8k", cap=None)],
     )
-    assert dataset.reasons["benchmark_prompt"] == len(prompts)
-    assert len(dataset.kept) == len(fillers)
+    assert made.metrics["reasons"]["benchmark_prompt"] == len(prompts)
+    assert made.metrics["kept"] == len(fillers)
 
 
 def test_every_catalogue_package_is_locked() -> None:

@@ -31,7 +31,6 @@ PACKAGES = {
     "pyarrow": "pyarrow",
     "numpy": "numpy",
     "datasets": "datasets",
-    "ijson": "ijson",
     "rensa": "rensa",
 }
 

@@ -7,22 +7,32 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eyas.extraction.answers import AnswerLog, Turn, answer_key
-from eyas.extraction.responses import Dialogue, answer, ask_engine, dialogue
+from eyas.extraction.answers import Answer, AnswerLog, answer_key
+from eyas.extraction.dialogues import KEPT, PROBE, Dialogue, dialogue
+from eyas.extraction.responses import Answering, ask_engine
+from eyas.extraction.tally import Tally
 from eyas.params import ResponseParams
 from eyas.templates.chat import ChatTemplate, Message
-from eyas.templates.encoding import GeneratedTurn, encode_turns
+from eyas.templates.encoding import encode_turns, whole_turns
 from tests.tiny import END, VOCAB, make_tiny_target
 
-PARAMS = ResponseParams(temperature=0.7, top_p=0.9, max_tokens=12, seed=5, greedy_probes=1)
+PARAMS = ResponseParams(temperature=0.7, top_p=0.9, max_tokens=12, seed=5, greedy_probes=1, drop_looped=True)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CONTEXT = 512
 
 
@@ -87,8 +97,13 @@ def said(*turns: str) -> list[Message]:
     return [{"role": role, "content": content} for role, content in (turn.split(": ", 1) for turn in turns)]
 
 
+def begin(number: int, messages: list[Message], kind: str = "sampled", tools: Any = ()) -> Dialogue:
+    row = {"conversation_id": f"{number:02x}" * 32, "split": "train", "source": "test"}
+    return dialogue(row, kind, messages, list(tools))
+
+
 def make(number: int, *turns: str, kind: str = "sampled") -> Dialogue:
-    return dialogue(f"{number:02x}" * 32, "train", "test", kind, said(*turns))
+    return begin(number, said(*turns), kind)
 
 
 def several() -> list[Dialogue]:
@@ -96,7 +111,7 @@ def several() -> list[Dialogue]:
         make(0xA1, "user: Hello!", "assistant: dropped", "user: How are you?", "user: And now?"),
         make(0xB2, "system: Be brief.", "user: What is the capital of France?"),
         make(0xC3, "user: Hello!", "user: How are you?"),
-        make(0xD4, "user: Write a short poem.", kind="greedy_probe"),
+        make(0xD4, "user: Write a short poem.", kind=PROBE),
         make(0xE5, "user: Hello!", "assistant: dropped", "system: Now in French.", "user: How are you?"),
     ]
 
@@ -109,12 +124,15 @@ def answer_all(
     context: int = CONTEXT,
     log: Path | None = None,
 ) -> int:
+    done: list[Dialogue] = []
     with TemporaryDirectory() as folder:
         answers = AnswerLog(log or Path(folder) / "answers.jsonl")
-        ask = partial(ask_engine, engine, params, log=answers)
-        asked = answer(ask, answers, {"seed": params.seed}, chat, dialogues, params, context)
+        answering = Answering(iter(dialogues), done.append, answers, {"seed": params.seed}, chat, params, context)
+        ask_engine(lambda: engine, answering)
         answers.close()
-    return asked
+    assert [id(state) for state in done] == [id(state) for state in dialogues], "in the order of the source"
+    assert all(state.over and not state.pending for state in done)
+    return answering.asked
 
 
 def answered(
@@ -124,11 +142,11 @@ def answered(
     return {state.conversation_id: state for state in dialogues}
 
 
-def test_a_dialogue_keeps_system_and_user_turns_only() -> None:
+def test_a_dialogue_forgets_the_given_answers() -> None:
     given = said("system: Be brief.", "user: A", "assistant: no", "user: B", "assistant: no")
-    state = dialogue("ab", "validation", "file", "sampled", [m | {"extra": "x"} for m in given])
-    assert state.pending == said("system: Be brief.", "user: A", "user: B")
-    assert (state.split, state.source, state.messages, state.turns) == ("validation", "file", [], [])
+    state = make(0xAB, *(f"{m['role']}: {m['content']}" for m in given))
+    assert list(state.pending) == said("system: Be brief.", "user: A", "user: B")
+    assert (state.split, state.source, state.messages, state.turns) == ("train", "test", [], [])
 
 
 def test_every_user_turn_is_answered_in_its_own_context(chat: ChatTemplate) -> None:
@@ -137,17 +155,29 @@ def test_every_user_turn_is_answered_in_its_own_context(chat: ChatTemplate) -> N
         state = states[before.conversation_id]
         users = [m for m in before.pending if m["role"] == "user"]
         assert len(state.turns) == len(users)
-        assert not state.pending
         assert not state.cut
-        assert [m for m in state.messages if m["role"] != "assistant"] == before.pending
+        assert [m for m in state.messages if m["role"] != "assistant"] == list(before.pending)
         answers = [m["content"] for m in state.messages if m["role"] == "assistant"]
         assert answers == [chat.decode(turn.token_ids) for turn in state.turns]
         assert state.messages[-1]["role"] == "assistant"
         first_system = len(state.messages) > 2 and state.messages[0]["role"] == "system"
         assert state.turns[0].prompt_ids == chat.prompt_ids(state.messages[: 2 if first_system else 1])
-    turns = states["a1" * 32].turns
-    generated = [GeneratedTurn(t.prompt_ids, t.token_ids, t.logprobs) for t in turns]
-    assert [row.turns for row in encode_turns(generated)] == [3]
+    turns = whole_turns([vars(turn) for turn in states["a1" * 32].turns])
+    assert [row.turns for row in encode_turns(turns)] == [3]
+    assert [turn.prompt_ids for turn in turns] == [
+        whole[: len(turn.prompt_ids)] for turn in turns for whole in [encode_turns(turns)[0].input_ids]
+    ]
+
+
+def test_turns_are_stored_without_repetition(chat: ChatTemplate) -> None:
+    states = answered(chat, several())
+    for state in states.values():
+        (first, *later), length = state.turns, 0
+        assert first.shared == 0
+        for turn in state.turns:
+            assert turn.shared == length
+            length += len(turn.prompt_ids) + len(turn.token_ids)
+        assert later or len(state.turns) == 1
 
 
 def test_log_probabilities_are_the_chosen_tokens(chat: ChatTemplate) -> None:
@@ -178,7 +208,7 @@ def test_seeds_differ_by_row_turn_and_parameter(chat: ChatTemplate) -> None:
 def test_probes_are_greedy_and_the_others_are_not(chat: ChatTemplate) -> None:
     engine = Engine()
     answered(chat, several(), engine=engine)
-    greedy = [s for prompt, s in engine.asked if "short poem" in chat._tokenizer.decode(prompt)]
+    greedy = [s for prompt, s in engine.asked if "short poem" in chat.decode(prompt)]
     assert [(s.temperature, s.top_p) for s in greedy] == [(0.0, 1.0)]
     assert {(s.temperature, s.top_p, s.max_tokens) for _, s in engine.asked if s not in greedy} == {(0.7, 0.9, 12)}
     assert {s.logprobs for _, s in engine.asked} == {0}
@@ -188,7 +218,7 @@ def test_no_room_for_the_next_answer_cuts_the_dialogue(chat: ChatTemplate) -> No
     states = [make(0xA1, "user: Hi", f"user: {'word ' * 600}", "user: Bye"), make(0xB2, "user: Hi", "user: Bye")]
     engine = Engine()
     cut, whole = answered(chat, states, engine=engine).values()
-    assert (cut.cut, len(cut.turns), cut.pending) == (True, 1, [])
+    assert (cut.cut, len(cut.turns)) == (True, 1)
     assert [m["role"] for m in cut.messages] == ["user", "assistant"]
     assert (whole.cut, len(whole.turns)) == (False, 2)
     assert len(engine.asked) == 3
@@ -196,18 +226,181 @@ def test_no_room_for_the_next_answer_cuts_the_dialogue(chat: ChatTemplate) -> No
 
 def test_the_context_is_filled_to_the_last_token(chat: ChatTemplate) -> None:
     state = make(0xA1, "user: Hello!")
-    room = len(chat.prompt_ids(state.pending)) + PARAMS.max_tokens
+    room = len(chat.prompt_ids(list(state.pending))) + PARAMS.max_tokens
     for length, turns in ((room, 1), (room - 1, 0)):
         copy = deepcopy(state)
         answer_all(Engine(), chat, [copy], context=length)
         assert (len(copy.turns), copy.cut) == (turns, turns == 0)
 
 
-def test_loops_are_flagged(chat: ChatTemplate) -> None:
-    engine = Engine(lambda prompt, sampling: [7] * sampling.max_tokens)
-    (state,) = answered(chat, [make(0xA1, "user: Hello!")], engine=engine).values()
-    assert state.turns[0].looped
-    assert not answered(chat, several())["b2" * 32].turns[0].looped
+def loop_on(word: str, chat: ChatTemplate) -> Engine:
+    """Answers with a loop whatever ends with a prompt that holds the word."""
+    return Engine(
+        lambda prompt, sampling: (
+            [7] * sampling.max_tokens if word in chat.decode(prompt[-24:]) else varied(prompt, sampling)
+        )
+    )
+
+
+def test_a_conversation_ends_before_an_answer_that_loops(chat: ChatTemplate) -> None:
+    turns = ("user: Hello!", "user: Write a poem about the sea.", "user: Yes.", "user: Go on.")
+    states = [make(0xA1, *turns), make(0xB2, *turns, kind=PROBE), make(0xC3, *turns[:1]), make(0xD4, *turns[1:])]
+    first, probe, short, none = answered(chat, states, engine=loop_on("poem", chat)).values()
+    assert [len(s.turns) for s in (first, probe, short, none)] == [1, 4, 1, 0]
+    assert [(s.looped, s.dropped) for s in (first, probe, short, none)] == [(1, 3), (1, 0), (0, 0), (1, 3)]
+    assert [turn.looped for turn in probe.turns] == [False, True, False, False]
+    assert [m["role"] for m in first.messages] == ["user", "assistant"]
+    tally = Tally()
+    for state in states:
+        tally.add(state)
+    metrics = tally.metrics()
+    assert (metrics["conversations"], metrics["greedy_probes"], tally.rows) == (3, 1, 2)
+    assert (metrics["looped_turns"], metrics["dropped_turns"], metrics["turns"]) == (3, 6, 6)
+    assert metrics["looped_share"] == 3 / 8
+
+
+def test_loops_are_kept_and_flagged_if_asked_for(chat: ChatTemplate) -> None:
+    params = PARAMS.model_copy(update={"drop_looped": False})
+    states = [make(0xA1, "user: Hello!", "user: Write a poem.", "user: Yes.")]
+    (state,) = answered(chat, states, params, loop_on("poem", chat)).values()
+    assert [turn.looped for turn in state.turns] == [False, True, False]
+    assert (state.looped, state.dropped) == (1, 0)
+
+
+def tool_conversation() -> list[Message]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    return [
+        {"role": "user", "content": "Add 2 and 3, and 2 and 3."},
+        {"role": "assistant", "content": "", "tool_calls": [call | {"id": "1"}, call | {"id": "2"}]},
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+        {"role": "tool", "content": "5", "tool_call_id": "2"},
+        {"role": "assistant", "content": "Both are 5."},
+        {"role": "user", "content": "Once more."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+
+def test_tool_turns_are_replayed_from_the_data(tmp_path: Path) -> None:
+    chat = ChatTemplate(make_tiny_target(tmp_path / "target", chat_template=TOOL_TEMPLATE))
+    given = tool_conversation()
+    engine = Engine()
+    (state,) = answered(chat, [begin(0xA1, given, tools=TOOLS)], engine=engine).values()
+    first, second, third = whole_turns([vars(turn) for turn in state.turns])
+    assert first.prompt_ids == chat.prompt_ids(given[:1], TOOLS)
+    # the answer in place of the calls is one to train on; history goes on with the data's calls and their results
+    assert second.prompt_ids == chat.prompt_ids(given[:4], TOOLS)
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    own = state.messages[4]
+    assert state.messages[:4] == given[:4] and own == chat.parse_answer(second.token_ids)
+    assert third.prompt_ids[: len(second.prompt_ids) + len(second.token_ids)] == [*second.prompt_ids, *second.token_ids]
+    assert state.messages[5:] == [given[5], chat.parse_answer(third.token_ids)]
+    rows = encode_turns([first, second, third])
+    assert [row.turns for row in rows] == [1, 2]
+    assert state.turns[1].shared >= len(first.prompt_ids)
+
+
+@pytest.fixture(scope="module")
+def two_chats(tmp_path_factory: pytest.TempPathFactory) -> list[ChatTemplate]:
+    """One template that writes earlier turns as they were, and one that shortens earlier answers."""
+    folder = tmp_path_factory.mktemp("targets")
+    last_only = "{{ m.content if m.role != 'assistant' or loop.last else m.content[:3] }}"
+    return [
+        ChatTemplate(make_tiny_target(folder / str(number), chat_template=template))
+        for number, template in enumerate([TOOL_TEMPLATE, TOOL_TEMPLATE.replace("{{ m.content }}", last_only)])
+    ]
+
+
+WORDS = st.sampled_from(["", "A", "And now?", "The sea is wide.", "1, 2, 3"])
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+}
+
+
+@st.composite
+def tool_dialogues(draw: st.DrawFn) -> list[Message]:
+    messages: list[Message] = [{"role": "system", "content": "S"}] * draw(st.integers(0, 1))
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(WORDS)})
+        for _ in range(draw(st.integers(0, 2))):
+            messages += [CALL, *[{"role": "tool", "content": draw(WORDS)}] * draw(st.integers(1, 2))]
+        messages.append({"role": "assistant", "content": "No."})
+    return messages[: len(messages) - draw(st.integers(0, 1))]
+
+
+@given(st.lists(tool_dialogues(), min_size=1, max_size=2), st.booleans())
+@settings(max_examples=25)
+def test_prompts_are_those_that_were_asked(two_chats: list[ChatTemplate], given_: list[Any], rewriting: bool) -> None:
+    engine, chat = Engine(), two_chats[rewriting]
+    states = [begin(number, messages, tools=TOOLS) for number, messages in enumerate(given_)]
+    answer_all(engine, chat, states, PARAMS.model_copy(update={"drop_looped": False}), context=4096)
+    asked = [prompt for prompt, _ in engine.asked]
+    for state, messages in zip(states, given_, strict=True):
+        turns = whole_turns([vars(turn) for turn in state.turns])
+        assert all(list(turn.prompt_ids) in asked for turn in turns)
+        places = [n for n, m in enumerate(messages, 1) if m["role"] in ("user", "tool")]
+        assert len(turns) == sum(n == len(messages) or messages[n]["role"] == "assistant" for n in places)
+        # what the data says is said, in its order; only assistant turns that no result follows are the target's
+        theirs = [
+            m
+            for m, after in zip(messages, [*messages[1:], CALL], strict=True)
+            if m["role"] != "assistant" or after["role"] == "tool"
+        ]
+        assert [m for m in state.messages if m in theirs] == theirs
+        stored = sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in state.turns)
+        assert stored <= sum(turn.length for turn in turns)
+        if not rewriting and CALL not in messages:
+            assert stored == turns[-1].length
+
+
+def test_a_cut_after_tool_results_leaves_whole_turns(tmp_path: Path) -> None:
+    chat = ChatTemplate(make_tiny_target(tmp_path / "target", chat_template=TOOL_TEMPLATE))
+    given = tool_conversation()
+    given[3]["content"] = "word " * 600
+    (state,) = answered(chat, [begin(0xA1, given, tools=TOOLS)]).values()
+    assert (state.cut, len(state.turns)) == (True, 1)
+    assert state.messages == given[:2]
+
+
+def test_kept_conversations_are_not_asked(chat: ChatTemplate) -> None:
+    engine = Engine()
+    whole = said("user: A", "assistant: one", "user: B", "assistant: two")
+    states = [
+        begin(0xA1, whole, KEPT),
+        begin(0xB2, [*whole, *said("user: C")], KEPT),
+        begin(0xC3, said("system: S", "user: A"), KEPT),
+        make(0xD4, "user: Hello!", kind=PROBE),
+    ]
+    kept, trimmed, none, probe = answered(chat, states, engine=engine).values()
+    assert (kept.messages, trimmed.messages, none.messages) == (whole, whole, [])
+    assert [len(s.turns) for s in (kept, trimmed, none, probe)] == [0, 0, 0, 1]
+    assert len(engine.asked) == 1
+    tally = Tally()
+    for state in states:
+        tally.add(state)
+    metrics = tally.metrics()
+    assert (metrics["conversations"], metrics["kept_conversations"], metrics["without_answer"]) == (3, 2, 1)
+    assert tally.rows == 2
+
+
+def test_what_is_said_a_thousand_times_is_asked_once(chat: ChatTemplate) -> None:
+    engine = Engine()
+    states = [make(n, "user: Hello!", "user: And now?", kind="greedy") for n in range(250)]
+    states += [make(n, "user: Hello!", kind=PROBE) for n in range(3)]
+    answer_all(engine, chat, states)
+    assert len(engine.asked) == 2
+    assert len({tuple(state.turns[1].token_ids) for state in states[:250]}) == 1
+
+
+def test_no_engine_starts_where_nothing_is_to_be_asked(chat: ChatTemplate, tmp_path: Path) -> None:
+    log = tmp_path / "answers.jsonl"
+    assert answer_all(Engine(), chat, several(), log=log) == 9
+    answers = AnswerLog(log)
+    done: list[Dialogue] = []
+    answering = Answering(iter(several()), done.append, answers, {"seed": PARAMS.seed}, chat, PARAMS, CONTEXT)
+    ask_engine(lambda: pytest.fail("the engine starts"), answering)
+    assert [len(state.turns) for state in done] == [3, 1, 2, 1, 2]
 
 
 def test_a_dialogue_without_user_turns_asks_nothing(chat: ChatTemplate) -> None:
@@ -224,8 +417,8 @@ def test_a_conversation_that_the_template_refuses_is_set_aside_alone(tmp_path: P
     )
     template = ChatTemplate(make_tiny_target(tmp_path / "target", chat_template=refusing))
     user = {"role": "user", "content": "Hello"}
-    taken = dialogue("a" * 32, "train", "s", "sampled", [user])
-    refused = dialogue("b" * 32, "train", "s", "sampled", [{"role": "system", "content": "Be brief."}, user])
+    taken = begin(0xAA, [user])
+    refused = begin(0xBB, [{"role": "system", "content": "Be brief."}, user])
     answer_all(Engine(), template, [taken, refused])
     assert len(taken.turns) == 1 and taken.refused is None
     assert refused.turns == [] and refused.refused == "System role not supported"
@@ -278,10 +471,10 @@ def test_a_damaged_line_counts_as_absent(tmp_path: Path) -> None:
     log = AnswerLog(path)
     keys = [answer_key({}, [number], 0, False) for number in range(3)]
     for number, key in enumerate(keys):
-        log.add(key, Turn([number], [5, END], [-0.1, -1e-9], "stop", False))
+        log.add(key, Answer([5 + number, END], [-0.1, -1e-9], "stop"))
     log.close()
     content = path.read_bytes()
-    path.write_bytes(content.replace(b"[1]", b"[7]"))
+    path.write_bytes(content.replace(b"[6,2]", b"[7,2]"))
     again = AnswerLog(path)
     assert [again.get(key) is None for key in keys] == [False, True, False]
     turn = again.get(keys[2])

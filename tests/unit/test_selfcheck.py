@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from eyas.conversations.loops import is_looped
 from eyas.errors import EyasError
-from eyas.extraction.form import CheckedRow, check_form
+from eyas.extraction.extract import ALONE, self_check
+from eyas.extraction.form import CheckedRow, TokenRow, check_form
 from eyas.extraction.reference import reference_states
 from eyas.extraction.selfcheck import (
     check_alone,
@@ -28,6 +29,9 @@ from eyas.extraction.selfcheck import (
     relative_errors,
     states,
 )
+from eyas.params import TargetParams
+from eyas.store.format import StoreSpec
+from eyas.store.spool import RowSpool
 from eyas.targets.head import TargetHead, load_head
 from tests.tiny import LAYERS as DEPTH
 from tests.tiny import START, VOCAB
@@ -318,3 +322,30 @@ def test_relative_errors_are_by_layer() -> None:
     own_TLH = reference_TLH.clone()
     own_TLH[:, 1] = 1.5
     assert relative_errors(own_TLH, reference_TLH) == [0.0, 0.5]
+
+
+def token_row(row: CheckedRow, *, probe: bool = False, kept: bool = False) -> TokenRow:
+    logprobs = np.where(row.loss_mask & kept, np.nan, row.logprobs)
+    return TokenRow(row.name, probe, row.input_ids.tolist(), row.loss_mask.tolist(), logprobs.tolist())
+
+
+@pytest.mark.parametrize("generated", [0, 2, ROWS])
+def test_rows_whose_answers_the_data_holds_have_no_log_probabilities_to_check(
+    recording: Recording, tiny_target: Path, tmp_path: Path, generated: int
+) -> None:
+    spec = StoreSpec(LAYERS, recording.greedy[0].hidden_TLH.shape[2], "none", {"engine": "fixed"}, 1)
+    for folder in (tmp_path / "rows", tmp_path / ALONE):
+        for row in [*recording.greedy, *recording.sampled]:
+            RowSpool(folder, spec).write(row.input_ids, row.hidden_TLH)
+    probes = [token_row(row, probe=True) for row in recording.greedy]
+    sampled = [token_row(row, kept=number >= generated) for number, row in enumerate(recording.sampled)]
+    assert [row.generated for row in sampled] == [number < generated for number in range(ROWS)]
+    target = TargetParams(source=str(tiny_target), dtype="float32", max_model_len=512)
+    figures = self_check(tiny_target, target, tmp_path, spec, [*sampled, *probes], workers=1)
+    checked = recording.sampled[:generated] or recording.greedy
+    assert figures["logprob_difference"] == check_sampled(checked, recording.head, LAYERS)
+    torn = replace(sampled[0], logprobs=[*sampled[0].logprobs[:-1], -9.0])
+    with pytest.raises(
+        EyasError, match=r"`logprob`"
+    ):  # an answer that the engine knows in part is no answer of the data's
+        self_check(tiny_target, target, tmp_path, spec, [torn, *sampled[1:], *probes], workers=1)

@@ -1,25 +1,17 @@
 """Keeps benchmark prompts out of the training data: equal prompts, and near duplicates.
 
-Takes the benchmark sets' user turns; says of a conversation whether one of its user turns is among them.
+Takes the benchmark sets' user turns; says of a text whether it is among them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
-from eyas.conversations.identity import words
+from eyas.conversations.shingles import shingles, words
 
-_SHINGLE_WORDS = 3
 _NEAR = 0.7
 _CONTAINED_SHINGLES = 6
-
-
-def _shingles(text: str) -> frozenset[str]:
-    """Runs of three words; a text shorter than that is one shingle."""
-    found = words(text)
-    last = max(len(found) - _SHINGLE_WORDS, 0)
-    return frozenset(" ".join(found[i : i + _SHINGLE_WORDS]) for i in range(last + 1)) - {""}
 
 
 class BenchmarkIndex:
@@ -30,13 +22,15 @@ class BenchmarkIndex:
         self._sizes: list[int] = []
         self._by_shingle: dict[str, list[int]] = defaultdict(list)
         for prompt in prompts:
+            found = words(prompt)
             # symbols only (`+-*/`) leave no words; an empty key would match every other such text
-            if key := tuple(words(prompt)):
-                self._exact.add(key)
-            shingles = _shingles(prompt)
-            for shingle in shingles:
-                self._by_shingle[shingle].append(len(self._sizes))
-            self._sizes.append(len(shingles))
+            if found:
+                self._exact.add(tuple(found))
+            grams = shingles(found)
+            for gram in grams:
+                self._by_shingle[gram].append(len(self._sizes))
+            self._sizes.append(len(grams))
+        self._known = frozenset(self._by_shingle)
 
     def contains(self, text: str) -> bool:
         """Whether the text is a benchmark prompt, or nearly so.
@@ -44,13 +38,34 @@ class BenchmarkIndex:
         Near: Jaccard similarity of the word shingles of at least 0.7; or, from eight words on, 0.7 of the shorter
         text's shingles in the longer one (a prompt wrapped into instructions, or a piece of one).
         """
-        if tuple(words(text)) in self._exact:
+        found = words(text)
+        return self.is_in([found], shingles(found))
+
+    def is_in(self, turns: Sequence[list[str]], grams: Set[str]) -> bool:
+        """Whether one of a conversation's user turns is a benchmark prompt, or one is spread over them.
+
+        Args:
+            turns: the words of each user turn.
+            grams: the shingles of all turns as one text.
+        """
+        if any(tuple(turn) in self._exact for turn in turns):
             return True
-        shingles = _shingles(text)
-        shared = Counter(index for shingle in shingles for index in self._by_shingle.get(shingle, ()))
+        # what all turns together share with no prompt no turn does, and hardly any conversation gets beyond this
+        shared = self._shared(grams)
+        if not any(count >= _NEAR * min(self._sizes[i], _CONTAINED_SHINGLES) for i, count in shared.items()):
+            return False
+        return self._is_near(grams, shared) or any(
+            self._is_near(own, self._shared(own)) for own in map(shingles, turns)
+        )
+
+    def _shared(self, grams: Set[str]) -> Counter[int]:
+        """How many shingles each prompt shares with these, where there are any."""
+        return Counter(index for gram in self._known & grams for index in self._by_shingle[gram])
+
+    def _is_near(self, grams: Set[str], shared: Counter[int]) -> bool:
         for index, count in shared.items():
-            smaller = min(len(shingles), self._sizes[index])
-            union = len(shingles) + self._sizes[index] - count
+            smaller = min(len(grams), self._sizes[index])
+            union = len(grams) + self._sizes[index] - count
             if count >= _NEAR * union or (smaller >= _CONTAINED_SHINGLES and count >= _NEAR * smaller):
                 return True
         return False

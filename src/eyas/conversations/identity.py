@@ -6,22 +6,21 @@ So adding data, or reading it in another order, moves no conversation.
 from __future__ import annotations
 
 import hashlib
-import re
 
 from eyas.conversations.rules import Conversation
 from eyas.files import value_hash
 
-_WORD = re.compile(r"\w+")
-
-
-def words(text: str) -> list[str]:
-    """The words of a text without case, punctuation and spacing: what exact comparison of prompts looks at."""
-    return _WORD.findall(text.casefold())
-
 
 def conversation_id(conversation: Conversation) -> str:
-    """SHA-256 in hex of all roles and contents, given answers included."""
-    return value_hash([[message.role, message.content] for message in conversation.messages])
+    """SHA-256 in hex of all that the conversation holds, given answers included.
+
+    Where there is nothing but roles and contents, of these alone: tools and reasoning came later, and ids decide who
+    is sampled.
+    """
+    messages = [message.as_dict() for message in conversation.messages]
+    if not conversation.tools and all(message.keys() == {"role", "content"} for message in messages):
+        return value_hash([[message["role"], message["content"]] for message in messages])
+    return value_hash({"messages": messages, "tools": list(conversation.tools)})
 
 
 def split_of(conversation: Conversation, validation_share: float) -> str:

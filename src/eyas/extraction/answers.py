@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,15 +18,13 @@ from eyas.files import value_hash
 _KEY_DIGITS = 64
 
 
-@dataclass
-class Turn:
-    """One answer: what the target read, what it wrote."""
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote."""
 
-    prompt_ids: list[int]
     token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    looped: bool
+    logprobs: list[float]  # natural logarithms, one a token
+    finish_reason: str  # "stop", or "length" where max_tokens cut it
 
 
 def answer_key(identity: dict[str, Any], prompt_ids: list[int], seed: int, greedy: bool) -> str:
@@ -52,7 +50,7 @@ class AnswerLog:
         with path.open("rb") as lines:
             for line in lines:
                 if _content(line) is not None:
-                    self._places[line[:_KEY_DIGITS]] = end, len(line)
+                    self._places[bytes.fromhex(line[:_KEY_DIGITS].decode())] = end, len(line)
                 end += len(line)
         if not line.endswith(b"\n"):
             self._write(b"\n")
@@ -60,24 +58,28 @@ class AnswerLog:
     def __len__(self) -> int:
         return len(self._places)
 
-    def get(self, key: str) -> Turn | None:
+    def get(self, key: str) -> Answer | None:
         """The answer, or None where it has not been given yet."""
-        place = self._places.get(key.encode())
+        place = self._places.get(bytes.fromhex(key))
         if place is None:
             return None
         content = _content(os.pread(self._stream.fileno(), place[1], place[0]))
-        return None if content is None else Turn(**json.loads(content))
+        if content is None:
+            return None
+        values = json.loads(content)
+        return Answer(values["token_ids"], values["logprobs"], values["finish_reason"])
 
-    def add(self, key: str, turn: Turn) -> None:
+    def add(self, key: str, answer: Answer) -> None:
         """Keep an answer.
 
         Raises:
             OSError: the disk is full; what was there before is whole.
         """
-        content = json.dumps(asdict(turn), separators=(",", ":")).encode()
+        content = json.dumps(vars(answer), separators=(",", ":")).encode()
         line = b"%s %08x %s\n" % (key.encode(), zlib.crc32(content), content)
-        self._places[key.encode()] = self._stream.seek(0, os.SEEK_END), len(line)
+        place = self._stream.seek(0, os.SEEK_END), len(line)
         self._write(line)
+        self._places[bytes.fromhex(key)] = place
 
     def _write(self, data: bytes) -> None:
         while data:

@@ -81,7 +81,6 @@ def generate(
     *,
     description: str,
     before_each: Callable[[], None] | None = None,
-    on_finished: Callable[[int, RequestOutput], None] | None = None,
 ) -> list[RequestOutput]:
     """Run prompts of token ids to their end and return the outputs in the order of the prompts.
 
@@ -91,7 +90,6 @@ def generate(
         sampling: for each prompt.
         description: for the progress bar.
         before_each: called before a prompt is handed over, and may wait; the engine then has a bounded number of prompts at a time.
-        on_finished: called with a prompt's number and output as soon as they are there.
     """
     waiting = deque(enumerate(zip(prompts, sampling, strict=True)))
     window = len(prompts) if before_each is None else _WINDOW
@@ -107,7 +105,5 @@ def generate(
                 if output.finished:
                     index = int(output.request_id.split("-")[0])
                     finished[index] = output
-                    if on_finished is not None:
-                        on_finished(index, output)
                     progress.advance()
     return [finished[index] for index in range(len(prompts))]

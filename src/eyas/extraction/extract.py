@@ -147,7 +147,8 @@ def self_check(
     recorded = [row for row in rows if not row.probe]
     unproven = [row for row in recorded if row_key(spec.fingerprint, row.input_ids) not in proven]
     _check_every(spool, spec, unproven, workers)
-    chosen = unproven or recorded
+    # of answers that the data holds no engine has said how likely they are; the probes are answered in any case
+    chosen = [r for r in unproven if r.generated] or [r for r in recorded if r.generated] or _probes(rows)
     sampled = [checked_row(spool, spec, row) for row in chosen[:: max(1, len(chosen) // _SAMPLED_ROWS)][:_SAMPLED_ROWS]]
     check_form(probes, spec.layers)
     parity = check_greedy(probes, head, spec.layers, engine_rounds=target.dtype != "float32")

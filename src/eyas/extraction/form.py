@@ -26,7 +26,12 @@ class TokenRow:
     probe: bool
     input_ids: list[int]
     loss_mask: list[bool]
-    logprobs: list[float]
+    logprobs: list[float]  # of the supervised tokens; NaN where the data holds the answer
+
+    @property
+    def generated(self) -> bool:
+        """Whether the engine wrote any of its supervised tokens, rather than the data."""
+        return any(mask and value == value for mask, value in zip(self.loss_mask, self.logprobs, strict=True))
 
 
 @dataclass(frozen=True)

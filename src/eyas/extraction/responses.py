@@ -1,38 +1,28 @@
-"""The target answers every user turn, each in the context of its own earlier answers.
+"""The target answers every assistant turn, each in the context of its own earlier answers.
 
-Takes conversations; gives their turns as token ids exactly as generated, with the engine's log-probability of each
-token (natural logarithm, of the unscaled distribution), so that extraction can prove itself on sampled text.
+`Answering` deals out questions and takes answers; whichever engine answers is kept busy, since a conversation's next question is
+there as soon as its last answer is. Answers are token ids exactly as generated, with the engine's log-probability of each token
+(natural logarithm, of the unscaled distribution), so that extraction can prove itself on sampled text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eyas.conversations.loops import is_looped
-from eyas.extraction.answers import AnswerLog, Turn, answer_key
-from eyas.extraction.engine import generate
+from eyas.extraction.answers import Answer, AnswerLog, answer_key
+from eyas.extraction.dialogues import Dialogue
 from eyas.params import ResponseParams
-from eyas.templates.chat import ChatTemplate, Message, TemplateRefusal
+from eyas.templates.chat import ChatTemplate, TemplateRefusal
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-
-@dataclass
-class Dialogue:
-    """A conversation on its way: the user's turns to come, and what has been said."""
-
-    conversation_id: str
-    split: str
-    source: str
-    kind: str  # "sampled", or "greedy_probe" for the self-check of extraction
-    pending: list[Message]  # system and user turns that are still to be said
-    messages: list[Message] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    cut: bool = False  # no room was left in the context for the next answer
-    refused: str | None = None  # the template's own words, where it does not take the conversation
+_OPEN_DIALOGUES = 4096  # held in memory at a time
+_REQUESTS = 1024  # handed to the engine in the process at a time; it queues what its batch does not hold
 
 
 @dataclass(frozen=True)
@@ -45,21 +35,93 @@ class Question:
     greedy: bool
 
 
-def dialogue(conversation_id: str, split: str, source: str, kind: str, messages: Sequence[Message]) -> Dialogue:
-    """A dialogue that keeps a conversation's system and user turns and forgets its given answers."""
-    said = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "assistant"]
-    return Dialogue(conversation_id, split, source, kind, said)
+class Answering:
+    """Dialogues under way: deals out their questions, takes the answers, gives out what is done in the order of the source."""
 
+    def __init__(
+        self,
+        dialogues: Iterator[Dialogue],
+        done: Callable[[Dialogue], None],
+        log: AnswerLog,
+        identity: dict[str, Any],
+        template: ChatTemplate,
+        params: ResponseParams,
+        max_model_len: int,
+    ) -> None:
+        """Start with nothing asked.
 
-def _next_prompt(state: Dialogue, template: ChatTemplate) -> list[int]:
-    while state.pending:
-        state.messages.append(state.pending.pop(0))
-        if state.messages[-1]["role"] == "user":
-            break
-    if not state.turns:
-        return template.prompt_ids(state.messages)
-    last = state.turns[-1]
-    return template.next_prompt_ids(state.messages, last.prompt_ids, last.token_ids)
+        Args:
+            dialogues: the source; read as needed, so that memory does not grow with their number.
+            done: called with each dialogue that is over, in the order of the source.
+            log: answers of earlier runs, and of this one.
+            identity: what decides all answers of the run.
+            template: of the target.
+            params: of the sampling.
+            max_model_len: the context; a dialogue whose next answer might not fit stops, with ``cut`` set.
+        """
+        self._dialogues, self._done, self._log, self._identity = dialogues, done, log, identity
+        self._template, self.params, self._max_model_len = template, params, max_model_len
+        self._open: deque[Dialogue] = deque()
+        self._ready: deque[Question] = deque()
+        self._waiting: dict[str, list[Dialogue]] = {}
+        self.asked = 0  # questions that were not in the log
+
+    def next_question(self) -> Question | None:
+        """What to ask now; None where every dialogue that is open waits for an answer, or all are done."""
+        while not self._ready:
+            if len(self._open) >= _OPEN_DIALOGUES or (state := next(self._dialogues, None)) is None:
+                return None
+            self._open.append(state)
+            self._advance(state)
+            self._give_out()
+        return self._ready.popleft()
+
+    def answered(self, question: Question, answer: Answer) -> None:
+        """Keep an answer and go on with the dialogues that waited for it."""
+        self._log.add(question.key, answer)
+        self.asked += 1
+        for state in self._waiting.pop(question.key):
+            self._take(state, question.prompt_ids, answer)
+            self._advance(state)
+        self._give_out()
+
+    def _give_out(self) -> None:
+        while self._open and self._open[0].over:
+            self._done(self._open.popleft())
+
+    def _advance(self, state: Dialogue) -> None:
+        """Go on with the answers that the log has, up to one that it lacks."""
+        while not state.over:
+            prompt = self._prompt(state)
+            if prompt is None:
+                state.end()
+                return
+            seed = _seed(self.params, state)
+            key = answer_key(self._identity, prompt, seed, state.greedy)
+            answer = self._log.get(key)
+            if answer is None:
+                if key not in self._waiting:
+                    self._ready.append(Question(key, prompt, seed, state.greedy))
+                self._waiting.setdefault(key, []).append(state)
+                return
+            self._take(state, prompt, answer)
+
+    def _prompt(self, state: Dialogue) -> list[int] | None:
+        """What the target is to read next; None where the dialogue ends here."""
+        if not state.say():
+            return None
+        try:
+            prompt = state.prompt(self._template)
+        except TemplateRefusal as refusal:
+            state.refused = str(refusal)
+            return None
+        if len(prompt) + self.params.max_tokens > self._max_model_len:
+            state.cut = True
+            return None
+        return prompt
+
+    def _take(self, state: Dialogue, prompt: list[int], answer: Answer) -> None:
+        state.answered(prompt, answer, self._template, drop_looped=self.params.drop_looped)
 
 
 def _seed(params: ResponseParams, state: Dialogue) -> int:
@@ -67,82 +129,36 @@ def _seed(params: ResponseParams, state: Dialogue) -> int:
     return (int(state.conversation_id[:12], 16) + 1_000_003 * len(state.turns) + params.seed) % (1 << 31)
 
 
-def answer(
-    ask: Callable[[Sequence[Question]], None],
-    log: AnswerLog,
-    identity: dict[str, Any],
-    template: ChatTemplate,
-    dialogues: Sequence[Dialogue],
-    params: ResponseParams,
-    max_model_len: int,
-) -> int:
-    """Fill in the answers, one round for all first turns, one for all second turns, and so on; gives how many were asked for.
-
-    A dialogue whose next answer would not fit into the context stops there, with ``cut`` set; one that the template does
-    not take stops there with ``refused`` set. Answers given before are kept.
-
-    Args:
-        ask: has the target answer, and the same log keep it.
-        log: answers of earlier runs, and of this one.
-        identity: what decides all answers of the run.
-        template: of the target.
-        dialogues: filled in place.
-        params: of the sampling.
-        max_model_len: the context.
-    """
-    asked = 0
-    open_dialogues = [d for d in dialogues if any(m["role"] == "user" for m in d.pending)]
-    while open_dialogues:
-        questions: list[tuple[Dialogue, Question]] = []
-        for state in open_dialogues:
-            try:
-                prompt = _next_prompt(state, template)
-            except TemplateRefusal as refusal:
-                state.refused = str(refusal)
-                state.messages.pop()
-                state.pending.clear()
-                continue
-            if len(prompt) + params.max_tokens > max_model_len:
-                state.messages.pop()
-                state.pending.clear()
-                state.cut = True
-                continue
-            greedy, seed = state.kind == "greedy_probe", _seed(params, state)
-            questions.append((state, Question(answer_key(identity, prompt, seed, greedy), prompt, seed, greedy)))
-        new = {question.key: question for _, question in questions if log.get(question.key) is None}
-        if new:
-            ask(list(new.values()))
-            asked += len(new)
-        for state, question in questions:
-            turn = log.get(question.key)
-            assert turn is not None
-            state.turns.append(turn)
-            state.messages.append({"role": "assistant", "content": template.decode(turn.token_ids)})
-        open_dialogues = [d for d, _ in questions if any(m["role"] == "user" for m in d.pending)]
-    return asked
+def ask_engine(open_engine: Callable[[], LLM], answering: Answering) -> None:
+    """Have vLLM in this process answer; it starts only if there is a question that the log has no answer to."""
+    engine: LLMEngine | None = None
+    in_flight: dict[str, Question] = {}
+    number = 0
+    while True:
+        while len(in_flight) < _REQUESTS and (question := answering.next_question()) is not None:
+            engine = engine or open_engine().llm_engine
+            engine.add_request(str(number), {"prompt_token_ids": question.prompt_ids}, _sampling(answering, question))
+            in_flight[str(number)] = question
+            number += 1
+        if engine is None or not in_flight:
+            return
+        for output in engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                ids = list(completion.token_ids)
+                logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs or [], ids, strict=True)]
+                asked = in_flight.pop(output.request_id.split("-")[0])
+                answering.answered(asked, Answer(ids, logprobs, str(completion.finish_reason)))
 
 
-def ask_engine(engine: LLM, params: ResponseParams, questions: Sequence[Question], log: AnswerLog) -> None:
-    """Have vLLM answer; each answer is kept as soon as it is there."""
+def _sampling(answering: Answering, question: Question) -> Any:
     from vllm import SamplingParams
 
-    sampling = [
-        SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=0.0 if question.greedy else params.temperature,
-            top_p=1.0 if question.greedy else params.top_p,
-            seed=question.seed,
-            logprobs=0,
-        )
-        for question in questions
-    ]
-
-    def keep(index: int, output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        ids = list(completion.token_ids)
-        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs or [], ids, strict=True)]
-        question = questions[index]
-        log.add(question.key, Turn(question.prompt_ids, ids, logprobs, str(completion.finish_reason), is_looped(ids)))
-
-    prompts = [question.prompt_ids for question in questions]
-    generate(engine, prompts, sampling, description="answers", on_finished=keep)
+    params = answering.params
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=0.0 if question.greedy else params.temperature,
+        top_p=1.0 if question.greedy else params.top_p,
+        seed=question.seed,
+        logprobs=0,
+    )

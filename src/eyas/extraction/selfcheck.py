@@ -167,6 +167,7 @@ def check_sampled(rows: Sequence[CheckedRow], head: TargetHead, layers: Sequence
         EyasError: it is above 0.03.
     """
     by_row: list[torch.Tensor] = []
+    checked: list[CheckedRow] = []
     for row in rows:
         hidden_NH, emitted_N = _supervised(row, len(layers) - 1)
         engine_N = torch.from_numpy(row.logprobs[np.flatnonzero(row.loss_mask[1:]) + 1])
@@ -177,11 +178,12 @@ def check_sampled(rows: Sequence[CheckedRow], head: TargetHead, layers: Sequence
             own.append(logits_NV.gather(1, emitted_N[part, None])[:, 0] - logits_NV.logsumexp(-1))
         if own:
             by_row.append((torch.cat(own) - engine_N).abs())
+            checked.append(row)
     if not by_row:
         raise EyasError("self-check `logprob`: the rows hold no generated token")
     difference = float(torch.cat(by_row).mean())
     if not difference <= MAX_LOGPROB_DIFFERENCE:
-        worst = max(zip(rows, by_row, strict=False), key=lambda pair: float(pair[1].mean()))[0].name
+        worst = max(zip(checked, by_row, strict=True), key=lambda pair: float(pair[1].mean()))[0].name
         raise EyasError(
             f"self-check `logprob`: re-derived log-probabilities differ from the engine's by {difference:.4f} nats on "
             f"average (at most {MAX_LOGPROB_DIFFERENCE}; look at row {worst}); likely cause: responses come "

@@ -1,0 +1,146 @@
+"""From conversations to token rows with masks: the stages `prepare` and `encode` against a plain `datasets.map`.
+
+    python benchmarks/conversations/prepare_encode.py                   100,000 conversations, two processes
+    python benchmarks/conversations/prepare_encode.py --quick           2,000, to see that it works
+
+Conversations of two to eight turns are put together from the utterances of the bundled chitchat package; answers are kept.
+The target's tokenizer and chat template are SmolLM2's. Eyas: JSON lines to conversations.parquet (parsed, checked, near
+duplicates and splits found) and on to tokens.parquet (ids and masks). `datasets.map` with the same number of processes, from the same file:
+`apply_chat_template` with ids and no mask, one conversation at a time, and in batches; then saved to disk. speculators' own `prepare-data`
+needs a running server for conversations, so it is not among them. The contenders take turns; best of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from eyas.conversations.dataset import prepare_dataset
+from eyas.extraction.dialogues import KEPT
+from eyas.files import write_json_atomic
+from eyas.packages import package_wheel
+from eyas.params import DatasetParams, TargetParams
+from eyas.stage import installed_versions, machine_description
+from eyas.tables import CONVERSATIONS, RESPONSES, TOKENS, read_batches, table_writer
+from eyas.targets.resolve import resolve_target
+from eyas.templates.rows import Encoding, encode_batches
+
+_MAX_TOKENS = 4096
+_BATCH_ROWS = 256
+
+
+def write_conversations(path: Path, count: int) -> None:
+    """Conversations of different lengths, none twice."""
+    with zipfile.ZipFile(package_wheel("chitchat-dataset")) as wheel:
+        chats = json.loads(wheel.read("chitchat_dataset/dataset.json")).values()
+    texts = [u["text"].strip() for chat in chats for group in chat["messages"] for u in group if len(u["text"]) > 20]
+    source = random.Random(0)
+    with path.open("w", encoding="utf-8") as stream:
+        for _ in range(count):
+            turns = [" ".join(source.sample(texts, 2)) for _ in range(2 * source.randint(1, 4))]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+
+def eyas(source: Path, folder: Path, directory: Path, workers: int) -> dict[str, Any]:
+    """Seconds of `prepare` and of `encode`, and what came out."""
+    started = time.perf_counter()
+    params = DatasetParams.model_validate(
+        {"sources": [{"source": str(source)}], "max_turns": 8, "max_prompt_chars": 10_000}
+    )
+    (folder / "conversations").mkdir(parents=True)
+    prepared = prepare_dataset(params, folder / "conversations", folder / "scratch", workers)
+    between = time.perf_counter()
+    with table_writer(folder / "responses.parquet", RESPONSES) as write:
+        for batch in read_batches(folder / "conversations" / "conversations.parquet", CONVERSATIONS, _BATCH_ROWS):
+            write([row | {"kind": KEPT, "turns": []} for row in batch])
+    passed_on = time.perf_counter()
+    tokens = rows = 0
+    with table_writer(folder / "tokens.parquet", TOKENS) as write:
+        batches = read_batches(folder / "responses.parquet", RESPONSES, _BATCH_ROWS)
+        for encoded in encode_batches(batches, Encoding(_MAX_TOKENS, directory), workers, lambda _: None):
+            write(encoded.rows)
+            tokens += encoded.counts["tokens"]
+            rows += encoded.counts["rows"]
+    ended = time.perf_counter()
+    return {
+        "prepare_s": between - started,
+        "encode_s": ended - passed_on,
+        "seconds": between - started + ended - passed_on,
+        "kept": prepared["kept"],
+        "rows": rows,
+        "tokens": tokens,
+    }
+
+
+def plain_map(source: Path, folder: Path, directory: Path, workers: int, batched: bool) -> dict[str, Any]:
+    """Seconds of the usual way."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    started = time.perf_counter()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    def encode(rows: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": tokenizer.apply_chat_template(rows["messages"], tokenize=True, return_dict=False)}
+
+    data = load_dataset("json", data_files=str(source), split="train", cache_dir=str(folder / "cache"))
+    data = data.map(encode, batched=batched, num_proc=workers, remove_columns=["messages"])
+    data.save_to_disk(str(folder / "out"))
+    return {"seconds": time.perf_counter() - started, "rows": len(data)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="2,000 rows, once")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rows, arguments.repeats = 2_000, 1
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    directory = resolve_target(TargetParams(source="bundled:smollm2-135m", max_model_len=_MAX_TOKENS))
+    found: dict[str, list[dict[str, Any]]] = {"eyas": [], "map": [], "map batched": []}
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as temporary:
+        name = Path(temporary)
+        source = Path("data/input/conversations.jsonl")
+        (name / source).parent.mkdir(parents=True)
+        write_conversations(name / source, arguments.rows)
+        os.chdir(name)
+        for _ in range(arguments.repeats):
+            for contender, results in found.items():
+                folder = name / "work"
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                if contender == "eyas":
+                    results.append(eyas(source, folder, directory, arguments.workers))
+                else:
+                    results.append(plain_map(source, folder, directory, arguments.workers, contender == "map batched"))
+                print(f"{contender}: {results[-1]}", file=sys.stderr, flush=True)
+        os.chdir(here)
+    best = {contender: min(each["seconds"] for each in results) for contender, results in found.items()}
+    for contender, seconds in best.items():
+        print(f"{contender:<12} {arguments.rows / seconds:>8,.0f} rows/s   {seconds / best['eyas']:.2f} of Eyas's time")
+    if arguments.out:
+        report = {"command": f"python benchmarks/conversations/prepare_encode.py --rows {arguments.rows}"}
+        write_json_atomic(
+            arguments.out,
+            report | {"machine": machine_description(), "versions": installed_versions(), "results": found},
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
