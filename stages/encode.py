@@ -54,7 +54,7 @@ def run(stage: Stage) -> None:
                 workers if total >= _ROWS_FOR_PROCESSES else 1,
                 progress.advance,
             ):
-                add(encoded.rows)
+                add(encoded.table)
                 rejected.writelines(json.dumps(row) + "\n" for row in encoded.rejected)
                 counts.update(encoded.counts)
                 longest = max(longest, encoded.longest)

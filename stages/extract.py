@@ -11,7 +11,7 @@ from eyas.extraction.recorder import Recorder
 from eyas.stage import Stage, on_cpu_engine, stage_main
 from eyas.store.spool import RowSpool
 from eyas.store.writer import publish
-from eyas.tables import TOKENS, read_table
+from eyas.tables import PROBE, TOKENS, read_table
 from eyas.targets.resolve import open_target
 
 
@@ -49,7 +49,7 @@ def run(stage: Stage) -> None:
 
 def _token_row(row: dict[str, Any]) -> TokenRow:
     name = f"{row['conversation_id'][:12]} ({row['split']})"
-    return TokenRow(name, row["kind"] == "greedy_probe", row["input_ids"], row["loss_mask"], row["logprobs"])
+    return TokenRow(name, row["kind"] == PROBE, row["input_ids"], row["loss_mask"], row["logprobs"])
 
 
 if __name__ == "__main__":

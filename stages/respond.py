@@ -14,7 +14,7 @@ from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.extraction.answers import AnswerLog
 from eyas.extraction.asking import ask_server
-from eyas.extraction.dialogues import KEPT, PROBE, Dialogue, dialogue
+from eyas.extraction.dialogues import Dialogue, dialogue
 from eyas.extraction.engine import open_engine
 from eyas.extraction.responses import Answering, ask_engine
 from eyas.extraction.server import open_server
@@ -22,7 +22,7 @@ from eyas.extraction.tally import Tally
 from eyas.files import atomic_directory, value_hash
 from eyas.params import ResponseParams
 from eyas.stage import Stage, on_cpu_engine, stage_main
-from eyas.tables import CONVERSATIONS, RESPONSES, count_rows, read_batches, table_writer
+from eyas.tables import CONVERSATIONS, KEPT, PROBE, RESPONSES, count_rows, read_batches, table_writer
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 

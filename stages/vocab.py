@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eyas.files import atomic_directory
 from eyas.stage import Stage, stage_main
-from eyas.tables import TOKENS, read_table
+from eyas.tables import PROBE, TOKENS, read_table
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 from eyas.vocabulary import choose, count_tokens, save_vocabulary
@@ -14,7 +14,7 @@ def run(stage: Stage) -> None:
     """Read the token rows, write `d2t`, `t2d` and the counts."""
     directory, target = open_target(stage.params.target, stage.data / "target.json")
     template = ChatTemplate(directory, trust_remote_code=stage.params.target.trust_remote_code)
-    rows = [r for r in read_table(stage.data / "tokens" / "tokens.parquet", TOKENS) if r["kind"] != "greedy_probe"]
+    rows = [r for r in read_table(stage.data / "tokens" / "tokens.parquet", TOKENS) if r["kind"] != PROBE]
     by_split = {
         split: count_tokens(
             ((r["input_ids"], r["loss_mask"]) for r in rows if r["split"] == split), target["vocab_size"]

@@ -6,7 +6,8 @@
 Conversations of two to eight turns are put together from the utterances of the bundled chitchat package; answers are kept.
 The target's tokenizer and chat template are SmolLM2's. Eyas: JSON lines to conversations.parquet (parsed, checked, near
 duplicates and splits found) and on to tokens.parquet (ids and masks). `datasets.map` with the same number of processes, from the same file:
-`apply_chat_template` with ids and no mask, one conversation at a time, and in batches; then saved to disk. speculators' own `prepare-data`
+`apply_chat_template`, ids without a mask, in batches; and with a mask, from the lengths of what comes before and with each answer; then
+saved to disk. speculators' own `prepare-data`
 needs a running server for conversations, so it is not among them. The contenders take turns; best of the repeats.
 """
 
@@ -25,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from eyas.conversations.dataset import prepare_dataset
-from eyas.extraction.dialogues import KEPT
 from eyas.files import write_json_atomic
 from eyas.packages import package_wheel
 from eyas.params import DatasetParams, TargetParams
 from eyas.stage import installed_versions, machine_description
-from eyas.tables import CONVERSATIONS, RESPONSES, TOKENS, read_batches, table_writer
+from eyas.tables import CONVERSATIONS, KEPT, RESPONSES, TOKENS, read_batches, table_writer
 from eyas.targets.resolve import resolve_target
 from eyas.templates.rows import Encoding, encode_batches
 
@@ -68,7 +68,7 @@ def eyas(source: Path, folder: Path, directory: Path, workers: int) -> dict[str,
     with table_writer(folder / "tokens.parquet", TOKENS) as write:
         batches = read_batches(folder / "responses.parquet", RESPONSES, _BATCH_ROWS)
         for encoded in encode_batches(batches, Encoding(_MAX_TOKENS, directory), workers, lambda _: None):
-            write(encoded.rows)
+            write(encoded.table)
             tokens += encoded.counts["tokens"]
             rows += encoded.counts["rows"]
     ended = time.perf_counter()
@@ -82,19 +82,33 @@ def eyas(source: Path, folder: Path, directory: Path, workers: int) -> dict[str,
     }
 
 
-def plain_map(source: Path, folder: Path, directory: Path, workers: int, batched: bool) -> dict[str, Any]:
-    """Seconds of the usual way."""
+def plain_map(source: Path, folder: Path, directory: Path, workers: int, masks: bool) -> dict[str, Any]:
+    """Seconds of the usual way, nothing checked."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
 
     started = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
-    def encode(rows: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": tokenizer.apply_chat_template(rows["messages"], tokenize=True, return_dict=False)}
+    def encode(messages: Any, **more: Any) -> Any:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more)
+
+    def ids_alone(rows: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": encode(rows["messages"])}
+
+    def with_mask(row: dict[str, Any]) -> dict[str, Any]:
+        messages, ids = row["messages"], encode(row["messages"])
+        mask = [0] * len(ids)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = len(encode(messages[:number], add_generation_prompt=True))
+                end = len(encode(messages[: number + 1])) - 1  # without the line break behind the turn
+                mask[start:end] = [1] * (end - start)
+        return {"input_ids": ids, "loss_mask": mask}
 
     data = load_dataset("json", data_files=str(source), split="train", cache_dir=str(folder / "cache"))
-    data = data.map(encode, batched=batched, num_proc=workers, remove_columns=["messages"])
+    work = with_mask if masks else ids_alone
+    data = data.map(work, batched=not masks, num_proc=workers, remove_columns=["messages"])
     data.save_to_disk(str(folder / "out"))
     return {"seconds": time.perf_counter() - started, "rows": len(data)}
 
@@ -111,7 +125,7 @@ def main() -> int:
         arguments.rows, arguments.repeats = 2_000, 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     directory = resolve_target(TargetParams(source="bundled:smollm2-135m", max_model_len=_MAX_TOKENS))
-    found: dict[str, list[dict[str, Any]]] = {"eyas": [], "map": [], "map batched": []}
+    found: dict[str, list[dict[str, Any]]] = {"eyas": [], "map, ids alone": [], "map, with masks": []}
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as temporary:
         name = Path(temporary)
@@ -127,12 +141,14 @@ def main() -> int:
                 if contender == "eyas":
                     results.append(eyas(source, folder, directory, arguments.workers))
                 else:
-                    results.append(plain_map(source, folder, directory, arguments.workers, contender == "map batched"))
+                    results.append(
+                        plain_map(source, folder, directory, arguments.workers, contender == "map, with masks")
+                    )
                 print(f"{contender}: {results[-1]}", file=sys.stderr, flush=True)
         os.chdir(here)
     best = {contender: min(each["seconds"] for each in results) for contender, results in found.items()}
     for contender, seconds in best.items():
-        print(f"{contender:<12} {arguments.rows / seconds:>8,.0f} rows/s   {seconds / best['eyas']:.2f} of Eyas's time")
+        print(f"{contender:<15} {arguments.rows / seconds:>8,.0f} rows/s   {seconds / best['eyas']:.2f} of Eyas's time")
     if arguments.out:
         report = {"command": f"python benchmarks/conversations/prepare_encode.py --rows {arguments.rows}"}
         write_json_atomic(

@@ -16,6 +16,8 @@ from eyas.files import atomic_file
 _GROUP_ROWS = 2048  # rows of long conversations have 100 KiB each
 
 # `messages` and `tools` are JSON lists, as chat templates take them
+# of the column `kind`, beside "sampled" and "greedy": answered for the self-check of extraction; the answers are the data's own
+PROBE, KEPT = "greedy_probe", "kept"
 CONVERSATIONS = pa.schema(
     [
         ("conversation_id", pa.string()),
@@ -77,8 +79,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema
 
 
 @contextmanager
-def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
-    """Give a function that adds rows; the table is there, whole, when the context ends without an error.
+def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[Sequence[Mapping[str, Any]] | pa.Table], None]]:
+    """Give a function that adds rows, or a table of them; the table is there, whole, when the context ends without an error.
 
     The bytes follow from the rows and their order alone, not from how many are added at a time; memory holds one row group.
     """
@@ -92,11 +94,12 @@ def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[Sequence[M
         waiting.clear()
         room = _GROUP_ROWS
 
-    def add(rows: Sequence[Mapping[str, Any]]) -> None:
+    def add(rows: Sequence[Mapping[str, Any]] | pa.Table) -> None:
         nonlocal room
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=schema)
         start = 0
-        while start < len(rows):
-            waiting.append(pa.Table.from_pylist(list(rows[start : start + room]), schema=schema))
+        while start < len(table):
+            waiting.append(table.slice(start, room))
             start, room = start + len(waiting[-1]), room - len(waiting[-1])
             if not room:
                 flush()

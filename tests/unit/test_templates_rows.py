@@ -62,17 +62,18 @@ def test_rows_of_both_kinds(tiny_target: Path) -> None:
         ],
         Encoding(4096, tiny_target),
     )
-    first, second, probe = encoded.rows
-    assert [row["kind"] for row in encoded.rows] == ["kept", "sampled", "greedy_probe"]
+    rows = encoded.table.to_pylist()
+    first, second, probe = rows
+    assert [row["kind"] for row in rows] == ["kept", "sampled", "greedy_probe"]
     assert first["turns"] == 2
-    assert [math.isnan(p) for p in first["logprobs"]] == first["loss_mask"].tolist()
-    assert second["input_ids"].tolist() == [1, 10, 20, END, 11, 21, END]
-    assert second["loss_mask"].tolist() == [False, False, True, True, False, True, True]
+    assert [math.isnan(p) for p in first["logprobs"]] == first["loss_mask"]
+    assert second["input_ids"] == [1, 10, 20, END, 11, 21, END]
+    assert second["loss_mask"] == [False, False, True, True, False, True, True]
     assert encoded.counts == {
         "rows": 3,
         "turns": 5,
         "tokens": len(first["input_ids"]) + 7 + 4,
-        "supervised_tokens": int(first["loss_mask"].sum()) + 4 + 2,
+        "supervised_tokens": sum(first["loss_mask"]) + 4 + 2,
         "cut_rows": 0,
         "tokens_if_one_row_per_turn": sum(
             t.length
@@ -96,7 +97,7 @@ def test_what_is_too_long_is_cut_or_left_out(tiny_target: Path) -> None:
     cut = encode_responses([row], Encoding(second - 1, tiny_target))
     assert (cut.counts["cut_rows"], cut.counts["turns"], cut.longest) == (1, 1, first)
     out = encode_responses([row], Encoding(first - 1, tiny_target))
-    assert (out.counts["left_out_too_long"], out.rows) == (1, [])
+    assert (out.counts["left_out_too_long"], len(out.table)) == (1, 0)
     assert out.rejected == [
         {"conversation_id": f"{1:064x}", "reason": f"its shortest turn needs {first} tokens of {first - 1}"}
     ]
@@ -110,7 +111,7 @@ def test_what_the_template_refuses_is_set_aside(tiny_target: Path) -> None:
     assert encoded.rejected == [
         {"conversation_id": f"{1:064x}", "reason": "the template does not write tool definitions"}
     ]
-    assert [r["conversation_id"] for r in encoded.rows] == [f"{2:064x}"]
+    assert [r["conversation_id"] for r in encoded.table.to_pylist()] == [f"{2:064x}"]
 
 
 def test_kept_answers_need_a_target() -> None:
@@ -127,7 +128,7 @@ def test_no_number_of_workers_and_no_batch_changes_a_byte(tiny_target: Path, tmp
         with table_writer(path, TOKENS) as add:
             for encoded in encode_batches(batches, Encoding(4096, tiny_target), workers, done.append):
                 assert isinstance(encoded, Encoded)
-                add(encoded.rows)
+                add(encoded.table)
         return path.read_bytes()
 
     of_target, of_data = tmp_path / "target.parquet", tmp_path / "data.parquet"
@@ -178,7 +179,7 @@ def test_eight_turns_cost_what_the_conversation_is_long(tiny_target: Path) -> No
     template = ChatTemplate(tiny_target)
     messages = json.loads(kept(1, *contents)["messages"])
     length = len(template.encode(template.render(messages, generation_prompt=False)))
-    assert len(encoded.rows) == 1
+    assert len(encoded.table) == 1
     assert encoded.counts["turns"] == 8
     assert encoded.counts["tokens"] <= 1.05 * length  # 1.00
     assert 4 <= encoded.counts["tokens_if_one_row_per_turn"] / length <= 5  # 4.5

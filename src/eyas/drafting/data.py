@@ -80,7 +80,7 @@ def token_rows(table: Sequence[dict[str, Any]], split: str, key_of: Callable[[Se
             np.asarray(row["loss_mask"], dtype=bool),
         )
         for row in table
-        if row["split"] == split and row["kind"] != "greedy_probe"
+        if row["split"] == split and row["kind"] != PROBE
     ]
     rows = [row for row in rows if row.supervised]
     if not rows:

@@ -14,9 +14,8 @@ from typing import Any
 
 from eyas.conversations.loops import is_looped
 from eyas.extraction.answers import Answer
+from eyas.tables import KEPT, PROBE
 from eyas.templates.chat import ChatTemplate, Message
-
-PROBE, KEPT = "greedy_probe", "kept"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from eyas.extraction.dialogues import KEPT, PROBE, Dialogue
+from eyas.extraction.dialogues import Dialogue
+from eyas.tables import KEPT, PROBE
 
 
 class Tally:

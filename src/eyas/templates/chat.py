@@ -8,6 +8,7 @@ stays text. Answers that the data holds get their boundaries from what the templ
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -20,7 +21,8 @@ from eyas.templates.answers import CLOSE, OPEN, split_answer
 from eyas.templates.boundaries import TemplateRefusal
 from eyas.templates.encoding import GeneratedTurn, TokenRow, encode_turns
 from eyas.templates.kept import answered_turn
-from eyas.templates.quoting import quote
+from eyas.templates.plain import answer_starts, is_plain, texts_between
+from eyas.templates.quoting import Quoted, quote
 from eyas.templates.tokens import TemplateTokens
 
 __all__ = ["ChatTemplate", "Message", "TemplateRefusal"]
@@ -54,6 +56,7 @@ class ChatTemplate:
         self.tokens = TemplateTokens(directory, self._template, trust_remote_code=trust_remote_code)
         self._variables = {"strftime_now": _strftime, **(variables or {})}
         self._generation_config = directory / "generation_config.json"
+        self._between: dict[tuple[str, ...], tuple[str, ...] | None] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -230,7 +233,42 @@ class ChatTemplate:
             messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
         quoted = quote(messages, tools, self.tokens.literals)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not tools and (plain := self._plain_turns(quoted)) is not None:
+            return plain
         return [answered_turn(self, quoted, position) for position in answers]
+
+    def _plain_turns(self, quoted: Quoted) -> list[GeneratedTurn] | None:
+        """The answers of a conversation of texts alone, from one render; None where that is not enough."""
+        messages = quoted.messages
+        if not is_plain(messages):
+            return None
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._between:
+            self._between[roles] = texts_between(lambda some, prompt: self._write(some, (), prompt), roles)
+        between = self._between[roles]
+        if between is None:
+            return None
+        text, starts = answer_starts(between, messages)
+        if text != self._write(messages, (), False):
+            return None
+        whole: list[int] = []
+        prompts: list[int] = []  # so many ids of the whole each answer follows
+        begin = 0
+        for end, ids in self.tokens.stretches(text, quoted):
+            while len(prompts) < len(starts) and starts[len(prompts)] <= end:
+                before = self.tokens.encode(text[begin : starts[len(prompts)]], quoted)
+                if ids[: len(before)] != before:
+                    return None
+                prompts.append(len(whole) + len(before))
+            whole += ids
+            begin = end
+        turns: list[GeneratedTurn] = []
+        for prompt, following in zip(prompts, [*prompts, len(whole)][1:], strict=True):
+            stop = next((i + 1 for i in range(prompt, following) if whole[i] in self.end_ids), None)
+            if stop is None:
+                return None
+            turns.append(GeneratedTurn(whole[:prompt], whole[prompt:stop], [math.nan] * (stop - prompt)))
+        return turns
 
     def answered_rows(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], max_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from eyas.errors import EyasError
 from eyas.process import process_pool
+from eyas.tables import KEPT, PROBE, TOKENS
 from eyas.templates.chat import ChatTemplate, TemplateRefusal
 from eyas.templates.encoding import GeneratedTurn, TokenRow, encode_turns, whole_turns
-
-KEPT = "kept"  # rows whose answers are the data's own
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Encoding:
 class Encoded:
     """Token rows of a batch of responses, and what became of the responses."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)  # as the tokens table has them
+    table: pa.Table = field(
+        default_factory=lambda: token_table([])
+    )  # TOKENS; built here, where it is spread over the processes
     rejected: list[dict[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     longest: int = 0  # tokens of the longest row
@@ -63,6 +66,7 @@ def encode_responses(responses: Sequence[Mapping[str, Any]], encoding: Encoding)
     """
     encoded = Encoded()
     counts = encoded.counts
+    rows: list[tuple[Mapping[str, Any], TokenRow]] = []
     for response in responses:
         name = response["conversation_id"]
         try:
@@ -81,25 +85,29 @@ def encode_responses(responses: Sequence[Mapping[str, Any]], encoding: Encoding)
         counts["turns"] += len(fitting)
         counts["tokens_if_one_row_per_turn"] += sum(turn.length for turn in fitting)
         for row in encode_turns(fitting):
-            _add(encoded, response, row)
+            rows.append((response, row))
+            _count(encoded, response, row)
+    encoded.table = token_table(rows)
     return encoded
 
 
-def _add(encoded: Encoded, response: Mapping[str, Any], row: TokenRow) -> None:
-    encoded.rows.append(
-        {name: response[name] for name in ("conversation_id", "split", "kind")}
-        | {
-            "input_ids": np.array(row.input_ids, np.int32),
-            "loss_mask": np.array(row.loss_mask, np.bool_),
-            "logprobs": np.array(row.logprobs, np.float32),
-            "turns": row.turns,
-        }
-    )
+def token_table(rows: Sequence[tuple[Mapping[str, Any], TokenRow]]) -> pa.Table:
+    """Rows of the tokens table, each with the response that it comes from."""
+    columns: list[Any] = [[response[name] for response, _ in rows] for name in ("conversation_id", "split", "kind")]
+    ends = np.cumsum([0, *(len(row.input_ids) for _, row in rows)], dtype=np.int32)
+    for name, dtype in (("input_ids", np.int32), ("loss_mask", np.bool_), ("logprobs", np.float32)):
+        values = np.fromiter(itertools.chain.from_iterable(getattr(row, name) for _, row in rows), dtype, int(ends[-1]))
+        columns.append(pa.ListArray.from_arrays(ends, pa.array(values)))
+    columns.append(pa.array([row.turns for _, row in rows], pa.int32()))
+    return pa.table(columns, schema=TOKENS)
+
+
+def _count(encoded: Encoded, response: Mapping[str, Any], row: TokenRow) -> None:
     encoded.longest = max(encoded.longest, len(row.input_ids))
     encoded.counts["rows"] += 1
     encoded.counts["tokens"] += len(row.input_ids)
     encoded.counts["supervised_tokens"] += sum(row.loss_mask)
-    if response["kind"] != "greedy_probe":
+    if response["kind"] != PROBE:
         encoded.counts[f"{response['split']}_rows"] += 1
 
 

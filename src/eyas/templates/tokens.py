@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from eyas.errors import EyasError
 from eyas.templates.boundaries import TemplateRefusal
 from eyas.templates.quoting import Quoted
+from eyas.templates.words import WordEncoder, cuts_words
 
 _MARK = chr(0x10FFFF)  # a noncharacter; stands before a stretch, so that it is not taken for the beginning of a text
 _CACHED_CHARS = 4 << 20
@@ -76,7 +77,14 @@ class TemplateTokens:
         """Encodes text and knows all added tokens."""
         tokenizer = self.tokenizer
         if tokenizer.is_fast:
-            return lambda text: tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            backend = tokenizer.backend_tokenizer
+
+            def whole(text: str) -> list[int]:
+                # this one leaves out the offsets, which take as long as the ids
+                ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                return ids
+
+            return WordEncoder(whole) if cuts_words(backend, self.added.values()) else whole
         if "allow_special_tokens" in inspect.signature(tokenizer.encode).parameters:  # Kimi's, on tiktoken
             return lambda text: tokenizer.encode(text, allow_special_tokens=True)
         return lambda text: tokenizer.encode(text, add_special_tokens=False)
@@ -115,8 +123,8 @@ class TemplateTokens:
             self._cached_chars += len(text)
         return ids
 
-    def encode(self, text: str, quoted: Quoted | None = None) -> list[int]:
-        """Ids of rendered text; its template tokens are recognised, those that the data quotes are not, none is added.
+    def stretches(self, text: str, quoted: Quoted | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Rendered text from one template token to the next: where each stretch ends, and its ids.
 
         Args:
             text: as rendered, with private characters in place of what is quoted.
@@ -125,13 +133,20 @@ class TemplateTokens:
         cuts = [(m.start(), m.end()) for m in self._cut.finditer(text)] if self._cut else []
         starts = [0, *(start for start, _ in cuts if start)]
         ends = dict(cuts)
-        ids: list[int] = []
         for start, stop in zip(starts, [*starts[1:], len(text)], strict=True):
             stretch = text[start:stop]
-            if quoted is None or quoted.restore(stretch) == stretch:
-                ids += self._stretch(stretch)
+            if quoted is None or not quoted.literals or quoted.restore(stretch) == stretch:
+                yield stop, self._stretch(stretch)
                 continue
             token_end = ends.get(start, start)
-            ids += self._stretch(text[start:token_end]) if token_end > start else []
-            ids += self._encode_quoted(quoted.restore(text[token_end:stop]))
-        return ids
+            ids = self._stretch(text[start:token_end]) if token_end > start else []
+            yield stop, ids + self._encode_quoted(quoted.restore(text[token_end:stop]))
+
+    def encode(self, text: str, quoted: Quoted | None = None) -> list[int]:
+        """Ids of rendered text; its template tokens are recognised, those that the data quotes are not, none is added.
+
+        Args:
+            text: as rendered, with private characters in place of what is quoted.
+            quoted: says what they stand for.
+        """
+        return [i for _, ids in self.stretches(text, quoted) for i in ids]
