@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eyas.errors import EyasError
 from eyas.store.batches import PackedBatches
 from eyas.store.feed import BatchFeed, FedBatch
+from eyas.tables import PROBE
 
 _DEVICE_BATCHES_AHEAD = 2
 
