@@ -57,10 +57,16 @@ def run(stage: Stage) -> None:
                 write([_row(state)])
             if state.refused is not None:
                 rejected.write(_refusal(state))
-            progress.advance(state.kind != PROBE)
 
         answering = Answering(
-            _dialogues(conversations, params), done, log, identity, template, params, target.max_model_len
+            _dialogues(conversations, params),
+            done,
+            lambda state: progress.advance(state.kind != PROBE),
+            log,
+            identity,
+            template,
+            params,
+            target.max_model_len,
         )
         ask(answering)
         if not tally.rows:

@@ -127,9 +127,12 @@ def answer_all(
     done: list[Dialogue] = []
     with TemporaryDirectory() as folder:
         answers = AnswerLog(log or Path(folder) / "answers.jsonl")
-        answering = Answering(iter(dialogues), done.append, answers, {"seed": params.seed}, chat, params, context)
+        over: list[Dialogue] = []
+        identity = {"seed": params.seed}
+        answering = Answering(iter(dialogues), done.append, over.append, answers, identity, chat, params, context)
         ask_engine(lambda: engine, answering)
         answers.close()
+    assert sorted(map(id, over)) == sorted(map(id, done)), "each once"
     assert [id(state) for state in done] == [id(state) for state in dialogues], "in the order of the source"
     assert all(state.over and not state.pending for state in done)
     return answering.asked
@@ -398,7 +401,9 @@ def test_no_engine_starts_where_nothing_is_to_be_asked(chat: ChatTemplate, tmp_p
     assert answer_all(Engine(), chat, several(), log=log) == 9
     answers = AnswerLog(log)
     done: list[Dialogue] = []
-    answering = Answering(iter(several()), done.append, answers, {"seed": PARAMS.seed}, chat, PARAMS, CONTEXT)
+    answering = Answering(
+        iter(several()), done.append, lambda _: None, answers, {"seed": PARAMS.seed}, chat, PARAMS, CONTEXT
+    )
     ask_engine(lambda: pytest.fail("the engine starts"), answering)
     assert [len(state.turns) for state in done] == [3, 1, 2, 1, 2]
 

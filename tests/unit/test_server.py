@@ -47,7 +47,7 @@ def conversations(count: int, kind: str = "sampled") -> list[Dialogue]:
 
 def ask(server: Server, chat: ChatTemplate, dialogues: list[Dialogue], log: Path) -> int:
     answers = AnswerLog(log)
-    answering = Answering(iter(dialogues), lambda state: None, answers, {}, chat, PARAMS, 512)
+    answering = Answering(iter(dialogues), lambda _: None, lambda _: None, answers, {}, chat, PARAMS, 512)
     try:
         ask_server(server, answering)
     finally:

@@ -42,6 +42,7 @@ class Answering:
         self,
         dialogues: Iterator[Dialogue],
         done: Callable[[Dialogue], None],
+        over: Callable[[Dialogue], object],
         log: AnswerLog,
         identity: dict[str, Any],
         template: ChatTemplate,
@@ -53,13 +54,14 @@ class Answering:
         Args:
             dialogues: the source; read as needed, so that memory does not grow with their number.
             done: called with each dialogue that is over, in the order of the source.
+            over: called with each, as soon as it is over.
             log: answers of earlier runs, and of this one.
             identity: what decides all answers of the run.
             template: of the target.
             params: of the sampling.
             max_model_len: the context; a dialogue whose next answer might not fit stops, with ``cut`` set.
         """
-        self._dialogues, self._done, self._log, self._identity = dialogues, done, log, identity
+        self._dialogues, self._done, self._over, self._log, self._identity = dialogues, done, over, log, identity
         self._template, self.params, self._max_model_len = template, params, max_model_len
         self._open: deque[Dialogue] = deque()
         self._ready: deque[Question] = deque()
@@ -90,7 +92,12 @@ class Answering:
             self._done(self._open.popleft())
 
     def _advance(self, state: Dialogue) -> None:
-        """Go on with the answers that the log has, up to one that it lacks."""
+        self._go_on(state)
+        if state.over:
+            self._over(state)
+
+    def _go_on(self, state: Dialogue) -> None:
+        """Take the answers that the log has, up to one that it lacks."""
         while not state.over:
             prompt = self._prompt(state)
             if prompt is None:
