@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 
 from eyas.drafting.data import token_rows
@@ -37,13 +38,14 @@ def run(stage: Stage) -> None:
         )
         head = load_head(directory)
         data = TrainingData(reader, train_rows, heldout_rows, stage.machine.shard_processes)
-        training = fit(model, data, stage.params.train, head, stage.params.responses.temperature)
+        training = fit(model, data, stage.params.train, head, stage.params.responses.temperature, stage.work)
     with atomic_directory(stage.data / "draft_head") as folder:
         export(model, folder)
     stage.provenance["tokens"] = sum(row.slots for row in train_rows)
     write_text_atomic(stage.metrics / "train_steps.csv", steps_csv(training))
     write_text_atomic(stage.metrics / "train_epochs.csv", epochs_csv(training.epochs))
     stage.write_metrics(train_metrics(training) | {"supervised_tokens": sum(row.supervised for row in train_rows)})
+    shutil.rmtree(stage.work)  # everything is written; until here a kill costs no step
 
 
 if __name__ == "__main__":

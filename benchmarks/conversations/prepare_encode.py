@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,7 @@ from eyas.templates.rows import Encoding, encode_batches
 
 _MAX_TOKENS = 4096
 _BATCH_ROWS = 256
+_WHO = {"parent": resource.RUSAGE_SELF, "largest worker": resource.RUSAGE_CHILDREN}
 
 
 def write_conversations(path: Path, count: int) -> None:
@@ -89,6 +91,7 @@ def eyas(source: Path, folder: Path, directory: Path, workers: int) -> dict[str,
         "kept": prepared["kept"],
         "rows": rows,
         "tokens": tokens,
+        "peak_mib": {who: resource.getrusage(what).ru_maxrss >> 10 for who, what in _WHO.items()},
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -14,8 +16,8 @@ from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 
 from eyas.drafting.heads import export
-from eyas.drafting.records import train_metrics
-from eyas.drafting.training import Training, TrainingData, fit, learning_rate
+from eyas.drafting.records import Training, epochs_csv, steps_csv, train_metrics
+from eyas.drafting.training import TrainingData, fit, learning_rate
 from eyas.errors import EyasError
 from eyas.params import TrainParams
 from eyas.targets.head import load_head
@@ -27,7 +29,7 @@ _PARAMS = TrainParams(epochs=3, lr=3e-3, tokens_per_step=64, ttt_steps=3, autoca
 
 def _fit(case: Case, params: TrainParams = _PARAMS, changed: Mapping[str, np.ndarray] | None = None) -> Training:
     data = TrainingData(make_store(case.folder, case.rows, changed), case.rows[1:], case.rows[:1], workers=1)
-    return fit(case.model, data, params, load_head(case.directory), 0.7)
+    return fit(case.model, data, params, load_head(case.directory), 0.7, case.folder / "training")
 
 
 def test_learns_and_repeats_itself(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_best_epoch_is_kept_by_acceptance_not_by_loss(tmp_path: Path, monkeypatc
     figures = iter([(3.0, 1.2), (2.0, 1.6), (1.0, 1.4)])
     states = []
 
-    def evaluate(_self: object, model: torch.nn.Module) -> tuple[float, Acceptance]:
+    def evaluate(_self: object, model: torch.nn.Module, _stop: object) -> tuple[float, Acceptance]:
         states.append({n: p.detach().clone() for n, p in model.named_parameters()})
         loss, length = next(figures)
         return loss, Acceptance([length - 1], length, length, length, 1)
@@ -80,6 +82,18 @@ def test_a_bad_batch_names_its_rows_and_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(EyasError, match=case.rows[1].conversation_id):
         _fit(case, changed={key: bits})
     assert all(p.isfinite().all() for p in case.model.parameters())
+
+
+def test_series_have_the_loss_of_each_depth(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=4)
+    training = _fit(case, _PARAMS.model_copy(update={"ttt_decay": 0.5, "epochs": 1}))
+    lines = list(csv.DictReader(io.StringIO(steps_csv(training))))
+    assert len(lines) == len(training.steps) == train_metrics(training)["steps"]
+    assert [name for name in lines[0] if name.startswith("loss_")] == ["loss_1", "loss_2", "loss_3"]
+    for line in lines:
+        weighted = sum(0.5**depth * float(line[f"loss_{depth + 1}"]) for depth in range(3))
+        assert float(line["loss"]) == pytest.approx(weighted, rel=1e-4)
+    assert [line["epoch"] for line in csv.DictReader(io.StringIO(epochs_csv(training.epochs)))] == ["1"]
 
 
 def test_bfloat16_autocast_keeps_master_weights(tmp_path: Path) -> None:

@@ -203,7 +203,11 @@ def _copied_ahead(
 
 @contextmanager
 def device_batches(
-    batches: PackedBatches, rows_by_key: Mapping[str, Sequence[TokenRow]], device: torch.device, workers: int
+    batches: PackedBatches,
+    rows_by_key: Mapping[str, Sequence[TokenRow]],
+    device: torch.device,
+    workers: int,
+    start: int = 0,
 ) -> Iterator[Iterator[Batch]]:
     """Open an epoch: gives an iterator over its batches on the device, read and copied ahead.
 
@@ -212,6 +216,7 @@ def device_batches(
         rows_by_key: of the token table, as `by_key` gives them; the plan's rows must be among them.
         device: a GPU, whose copies run beside the computation, or the CPU.
         workers: processes that read the store.
+        start: the position of the first batch.
 
     Raises:
         EyasError: from the iterator: a damaged row, a reading process that ended, and what `to_batch` raises.
@@ -220,8 +225,8 @@ def device_batches(
         if device.type == "cuda":
             torch.set_num_threads(1)  # the little work beside a GPU would wait for cores that the readers have
             pinned = stack.enter_context(_Pinned())
-            feed = stack.enter_context(BatchFeed(batches, workers=workers, on_buffer=pinned.register))
+            feed = stack.enter_context(BatchFeed(batches, start, workers, on_buffer=pinned.register))
             yield stack.enter_context(closing(_copied_ahead(feed, rows_by_key, device)))
         else:
-            feed = stack.enter_context(BatchFeed(batches, workers=workers))
+            feed = stack.enter_context(BatchFeed(batches, start, workers))
             yield (to_batch(fed, rows_by_key, device) for fed in feed)

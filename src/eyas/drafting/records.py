@@ -1,4 +1,4 @@
-"""What training leaves for people: metrics and the two series that plots are made of.
+"""What training leaves for people: its records, metrics, and the two series that plots are made of.
 
 Takes a `Training`; gives a dictionary for ``train.json`` and CSV texts.
 """
@@ -8,10 +8,46 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
-from eyas.drafting.training import EpochRecord, Training
+from eyas.drafting.acceptance import Acceptance
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimiser step."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    waiting_share: float  # of the step's time, before its batch was there
+    loss_by_depth: list[float]  # undecayed
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch and its held-out figures."""
+
+    epoch: int
+    train_loss: float
+    heldout_loss: float
+    heldout: Acceptance
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training did."""
+
+    steps: list[StepRecord]
+    epochs: list[EpochRecord]
+    best: EpochRecord
+    tokens_per_s: float  # of training alone
+    waiting_share: float  # of training's time, for batches
+    seconds: float
 
 
 def train_metrics(training: Training) -> dict[str, Any]:
@@ -34,8 +70,12 @@ def train_metrics(training: Training) -> dict[str, Any]:
 
 
 def steps_csv(training: Training) -> str:
-    """One line a step."""
-    return _csv(asdict(step) for step in training.steps)
+    """One line a step, with the loss of each depth."""
+    return _csv(
+        {name: value for name, value in vars(record).items() if name != "loss_by_depth"}
+        | {f"loss_{i}": loss for i, loss in enumerate(record.loss_by_depth, 1)}
+        for record in training.steps
+    )
 
 
 def epochs_csv(epochs: Sequence[EpochRecord]) -> str:

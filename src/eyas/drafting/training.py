@@ -1,17 +1,20 @@
 """Our own training loop, on the CPU or one GPU: float32 master weights, AdamW, warm-up and cosine, the best epoch kept.
 
 Takes a head and `TrainingData`; gives the head with the weights of the epoch that held-out acceptance chose, and
-the series of steps and epochs.
+the series of steps and epochs. Stopped or killed, it goes on from its last checkpoint and ends in the same bytes.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,11 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress, console
 from eyas.drafting.acceptance import Acceptance, AcceptanceCounter, TargetChoice, target_choice
+from eyas.drafting.checkpoints import Checkpoints
 from eyas.drafting.data import Batch, TokenRow, by_key, device_batches
 from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+from eyas.drafting.records import EpochRecord, StepRecord, Training
+from eyas.drafting.state import TrainingState, training_identity
 from eyas.errors import EyasError
 from eyas.params import TrainParams
 from eyas.store.batches import PackedBatches
@@ -37,41 +43,6 @@ class TrainingData:
     train: Sequence[TokenRow]
     heldout: Sequence[TokenRow]
     workers: int
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimiser step."""
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    waiting_share: float  # of the step's time, before its batch was there
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """One epoch and its held-out figures."""
-
-    epoch: int
-    train_loss: float
-    heldout_loss: float
-    heldout: Acceptance
-
-
-@dataclass(frozen=True)
-class Training:
-    """What training did."""
-
-    steps: list[StepRecord]
-    epochs: list[EpochRecord]
-    best: EpochRecord
-    tokens_per_s: float  # of training alone
-    waiting_share: float  # of training's time, for batches
-    seconds: float
 
 
 def training_device() -> torch.device:
@@ -103,6 +74,34 @@ def learning_rate(step: int, total: int, params: TrainParams) -> float:
     return params.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
+class _StopAsked(Exception):
+    """Leaves the loop between two steps."""
+
+
+class _Stop:
+    """While open, SIGTERM and an interrupt ask for a stop after the step; a second one ends the process as ever."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def check(self) -> None:
+        """Leave the loop if a stop was asked for."""
+        if self.signal:
+            raise _StopAsked
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.signal = signal.Signals(number).name
+        self.__exit__()
+
+    def __enter__(self) -> _Stop:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 class _Heldout:
     """Validation batches' fixed part, computed once: the target's choices."""
 
@@ -124,7 +123,7 @@ class _Heldout:
         return device_batches(self._batches, self._rows, self._device, self._workers)
 
     @torch.no_grad()
-    def evaluate(self, model: Eagle3DraftModel) -> tuple[float, Acceptance]:
+    def evaluate(self, model: Eagle3DraftModel, stop: _Stop) -> tuple[float, Acceptance]:
         """Loss, and acceptance by simulated chain drafting as deep as the head is trained."""
         params, depths = self._params, self._params.ttt_steps
         counter = AcceptanceCounter(depths)
@@ -142,6 +141,7 @@ class _Heldout:
                 counter.add(batch, plan, ids_KN, choice)
                 losses.append(out.loss.item())
                 weights.append(len(plan.label_slots))
+                stop.check()
         return float(np.average(losses, weights=weights)), counter.result()
 
 
@@ -151,8 +151,8 @@ def _autocast(params: TrainParams, device: torch.device) -> torch.autocast:
 
 def _train_step(
     model: Eagle3DraftModel, batch: Batch, params: TrainParams, optimizer: torch.optim.Optimizer, step: int
-) -> tuple[float, float]:
-    """One optimiser step; loss and gradient norm before clipping.
+) -> tuple[float, list[float], float]:
+    """One optimiser step; loss, loss by depth, and gradient norm before clipping.
 
     Raises:
         EyasError: either is not finite; the rows of the batch are named and no weight was changed.
@@ -160,11 +160,11 @@ def _train_step(
     plan = make_plan(batch, params.ttt_steps)
     with _autocast(params, batch.input_ids_T.device):
         states_KNH = draft_states(model, batch, plan, params.ttt_steps)
-        loss = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, True).loss
+        out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, True)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    out.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(trainable(model), params.clip_norm).item()
-    value = loss.item()
+    value = out.loss.item()
     if not (math.isfinite(value) and math.isfinite(norm)):
         rows = ", ".join(row.conversation_id for row in batch.rows)
         raise EyasError(
@@ -172,14 +172,96 @@ def _train_step(
             "Look at their stored states, or lower train.lr"
         )
     optimizer.step()
-    return value, norm
+    return value, out.by_depth_K.tolist(), norm
+
+
+class _Loop:
+    """Steps and judgements from where the state stands, with a checkpoint now and then."""
+
+    def __init__(
+        self, state: TrainingState, data: TrainingData, plans: Sequence[PackedBatches], params: TrainParams
+    ) -> None:
+        self.total = sum(map(len, plans))
+        self._state, self._data, self._plans, self._params = state, data, plans, params
+        self._rows = by_key(data.train)
+
+    def run(self, heldout: _Heldout, checkpoints: Checkpoints) -> None:
+        """Train to the end.
+
+        Raises:
+            EyasError: as `fit` says.
+        """
+        state = self._state
+        with _Stop() as stop, Progress("training", self.total - len(state.steps), "steps") as progress:
+            try:
+                while state.epoch <= self._params.epochs:
+                    self._train_epoch(checkpoints, stop, progress)
+                    self._judge_epoch(heldout, stop)
+                    self._save(checkpoints)
+                    stop.check()
+            except (_StopAsked, EyasError):
+                # with an error: a signal to the whole process group has ended the processes that read the store
+                if stop.signal is None:
+                    raise
+                self._save(checkpoints)
+                raise EyasError(
+                    f"train: {stop.signal} after {len(state.steps)} of {self.total} steps; "
+                    "they are kept, run again to go on"
+                ) from None
+
+    def _train_epoch(self, checkpoints: Checkpoints, stop: _Stop, progress: Progress) -> None:
+        state, plan = self._state, self._plans[self._state.epoch - 1]
+        position, device = len(state.losses), training_device()
+        if position == len(plan):
+            return
+        state.model.train()
+        clock = time.monotonic()
+        with device_batches(plan, self._rows, device, self._data.workers, position) as batches:
+            for batch in batches:
+                waiting = time.monotonic() - clock
+                rate = learning_rate(len(state.steps), self.total, self._params)
+                for group in state.optimizer.param_groups:
+                    group["lr"] = rate
+                number = len(state.steps) + 1
+                loss, by_depth, norm = _train_step(state.model, batch, self._params, state.optimizer, number)
+                taken = time.monotonic() - clock
+                speed = sum(batch.lengths) / taken
+                state.step_seconds, state.waited_seconds = state.step_seconds + taken, state.waited_seconds + waiting
+                state.steps.append(StepRecord(number, state.epoch, loss, rate, norm, speed, waiting / taken, by_depth))
+                progress.advance()
+                stop.check()
+                if checkpoints.due:
+                    self._save(checkpoints)
+                clock = time.monotonic()
+
+    def _judge_epoch(self, heldout: _Heldout, stop: _Stop) -> None:
+        state = self._state
+        state.model.eval()
+        loss, acceptance = heldout.evaluate(state.model, stop)
+        state.end_epoch(EpochRecord(state.epoch, float(np.mean(state.losses)), loss, acceptance))
+        console.print(
+            f"epoch {len(state.epochs)}/{self._params.epochs}: loss {state.epochs[-1].train_loss:.3f}, "
+            f"held out {loss:.3f}, "
+            f"acceptance length {acceptance.length:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f})"
+        )
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        if self._state.steps:
+            checkpoints.save(self._state.name, self._state.tensors(), self._state.records())
 
 
 @_deterministic()
 def fit(
-    model: Eagle3DraftModel, data: TrainingData, params: TrainParams, target: TargetHead, temperature: float
+    model: Eagle3DraftModel,
+    data: TrainingData,
+    params: TrainParams,
+    target: TargetHead,
+    temperature: float,
+    work: Path,
 ) -> Training:
     """Train a head in place; afterwards it has the weights of the epoch with the greatest held-out acceptance length.
+
+    Goes on from the last checkpoint in ``work`` where that belongs to the same training; the result is the same, bit for bit.
 
     Args:
         model: from `make_head`.
@@ -187,59 +269,35 @@ def fit(
         params: of the optimisation.
         target: the target's final norm and output head, whole.
         temperature: that sampled rows were answered with.
+        work: scratch for checkpoints; to be removed by the caller once the head is published.
 
     Raises:
-        EyasError: a loss or gradient is not finite (the rows are named); the store is damaged.
+        EyasError: a loss or gradient is not finite (the rows are named); the store is damaged; SIGTERM or an interrupt
+            came, and what is done so far is kept; a checkpoint cannot be written.
     """
-    started = time.monotonic()
     device = training_device()
-    model.to(device)
-    torch.manual_seed(params.seed)
-    heldout = _Heldout(data, params, target, temperature)
-    optimizer = torch.optim.AdamW(
-        trainable(model), lr=params.lr, betas=(0.9, 0.95), weight_decay=params.weight_decay, fused=True
-    )
-    rows = by_key(data.train)
     plans = [
-        PackedBatches(data.reader, list(rows), params.tokens_per_step, params.seed, epoch)
+        PackedBatches(data.reader, list(by_key(data.train)), params.tokens_per_step, params.seed, epoch)
         for epoch in range(params.epochs)
     ]
-    total = sum(map(len, plans))
-    steps: list[StepRecord] = []
-    epochs: list[EpochRecord] = []
-    best_state: dict[str, Any] = {}
-    best: EpochRecord | None = None
-    seconds = waited = 0.0
-    with Progress("training", total, "steps") as progress:
-        for epoch, plan in enumerate(plans, 1):
-            model.train()
-            losses: list[float] = []
-            clock = time.monotonic()
-            with device_batches(plan, rows, device, data.workers) as batches:
-                for batch in batches:
-                    waiting = time.monotonic() - clock
-                    rate = learning_rate(len(steps), total, params)
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate
-                    loss, norm = _train_step(model, batch, params, optimizer, len(steps) + 1)
-                    now = time.monotonic()
-                    taken, clock = now - clock, now
-                    seconds, waited = seconds + taken, waited + waiting
-                    losses.append(loss)
-                    speed = sum(batch.lengths) / taken
-                    steps.append(StepRecord(len(steps) + 1, epoch, loss, rate, norm, speed, waiting / taken))
-                    progress.advance()
-            model.eval()
-            heldout_loss, acceptance = heldout.evaluate(model)
-            epochs.append(EpochRecord(epoch, float(np.mean(losses)), heldout_loss, acceptance))
-            console.print(
-                f"epoch {epoch}/{params.epochs}: loss {epochs[-1].train_loss:.3f}, held out {heldout_loss:.3f}, "
-                f"acceptance length {acceptance.length:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f})"
-            )
-            if best is None or acceptance.length > best.heldout.length:
-                best = epochs[-1]
-                best_state = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    assert best is not None
-    model.load_state_dict(best_state, strict=False)
+    identity = training_identity(model, [*data.train, *data.heldout], plans, params, temperature, device)
+    checkpoints = Checkpoints(work, identity)
+    model.to(device)
+    state = TrainingState(model, params)
+    loop = _Loop(state, data, plans, params)
+    if found := checkpoints.newest():
+        state.restore(*found)
+        console.print(f"a checkpoint holds {len(state.steps)} of {loop.total} steps; training goes on behind them")
+    if state.epoch <= params.epochs:
+        loop.run(_Heldout(data, params, target, temperature), checkpoints)
+    model.eval()
+    model.load_state_dict(state.best_weights, strict=False)
     tokens = params.epochs * sum(row.slots for row in data.train)
-    return Training(steps, epochs, best, tokens / seconds, waited / seconds, time.monotonic() - started)
+    return Training(
+        state.steps,
+        state.epochs,
+        state.best,
+        tokens / state.step_seconds,
+        state.waited_seconds / state.step_seconds,
+        state.seconds,
+    )
