@@ -18,7 +18,7 @@ WHICH := $(if $(filter file,$(origin PROFILE)),,report@$(PROFILE))
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff plots push pull clean lock
+.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff plots remote push pull fetch fsck gc adopt commit clean lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,7 @@ setup: ## make .venv from locks/$(ENGINE).txt and fetch the pinned packages with
 	rm .venv/installing
 	echo $(ENGINE) > .venv/engine
 	eyas packages fetch
+	eyas cache setup
 	eyas doctor
 	echo "$$key" > .venv/installed
 
@@ -88,10 +89,8 @@ lint: setup ## ruff and mypy
 lint-pipeline: setup ## compare the deps in dvc.yaml with what the stages really import
 	@pytest tests/unit/test_pipeline.py
 
-repro: setup ## build what is out of date: PROFILE if one is given, else all that are active; then a summary
-	@$(if $(WHICH),eyas activate $(PROFILE))
-	dvc repro $(WHICH)
-	eyas summary $(if $(WHICH),$(PROFILE))
+repro: setup ## build what is out of date: PROFILE if given, else all that are active; bring what the remote has; then a summary
+	@python -m eyas.moving repro $(if $(WHICH),$(PROFILE))
 
 status: setup ## say which stages are out of date, and why
 	@dvc status $(if $(WHICH),--with-deps $(WHICH))
@@ -105,20 +104,34 @@ diff: setup ## compare metrics with those of another commit (REV)
 plots: setup ## draw the plot series as one page
 	@dvc plots show --out .work/plots
 
-push: setup ## send PROFILE's outputs to the DVC remote
-	@$(remote)
-	dvc push --with-deps report@$(PROFILE)
+remote: setup ## make URL this checkout's remote: /a/folder, ssh://host/path or s3://bucket/path (ENDPOINT=https://… for other S3 servers)
+	@if [ -z "$(URL)" ]; then echo "error: which? make remote URL=/a/folder, ssh://host/path or s3://bucket/path" >&2; exit 1; fi
+	python -m eyas.moving set "$(URL)" $(if $(ENDPOINT),--endpoint "$(ENDPOINT)") $(if $(JOBS),--jobs "$(JOBS)")
 
-pull: setup ## fetch PROFILE's outputs from the DVC remote
-	@$(remote)
-	dvc pull --with-deps report@$(PROFILE)
+push: setup ## send PROFILE's outputs to the remote and check them there; RUNS=1: those of earlier runs too
+	@python -m eyas.moving push $(PROFILE) $(if $(RUNS),--runs)
 
-define remote
-	if [ -z "$$(dvc remote list)" ]; then
-	  echo "error: no DVC remote is set; docs/moving-machines.md says how to add one" >&2
-	  exit 1
-	fi
-endef
+pull: setup ## bring PROFILE's outputs from the remote into the checkout
+	@$(if $(filter file,$(origin PROFILE)),,eyas activate $(PROFILE))
+	python -m eyas.moving pull $(PROFILE) $(if $(RUNS),--runs)
+
+fetch: setup ## bring PROFILE's outputs from the remote into DVC's cache only
+	@$(if $(filter file,$(origin PROFILE)),,eyas activate $(PROFILE))
+	python -m eyas.moving fetch $(PROFILE) $(if $(RUNS),--runs)
+
+fsck: setup ## compare DVC's cache, metrics and stores with their checksums; damage goes to quarantine and is fetched again; DRY=1: report only
+	@eyas cache fsck $(if $(DRY),--dry-run)
+
+gc: setup ## show objects that no commit, profile or run needs; YES=1 removes them; ONLY_HEAD=1: keep only what dvc.lock names now and in HEAD
+	@eyas cache gc $(if $(YES),--yes) $(if $(ONLY_HEAD),--only-head)
+
+adopt: setup ## record PROFILE's stages that finished when DVC was killed before it had hashed their outputs
+	@eyas cache adopt $(PROFILE)
+
+# the message goes through the environment: it may hold quotes
+commit: export EYAS_MESSAGE = $(M)
+commit: setup ## commit PROFILE's lock entries, metrics and parameters as M="…", if they are up to date and sound
+	@eyas cache commit $(PROFILE) --message "$$EYAS_MESSAGE"
 
 clean: ## remove PROFILE's scratch and temporary files; outputs, metrics and the DVC cache stay
 	@if [[ ! "$(PROFILE)" =~ ^[A-Za-z0-9][A-Za-z0-9_-]*$$ ]]; then echo "error: PROFILE=$(PROFILE) is no profile's name" >&2; exit 1; fi

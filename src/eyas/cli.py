@@ -9,19 +9,20 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from ruamel.yaml import YAML
 from typer.core import TyperGroup
 
 import eyas.conversations.cli
+import eyas.keeping.cli
+import eyas.moving.cli
 import eyas.store.cli
 import eyas.templates.cli
+from eyas.activation import activate, active_profiles
 from eyas.console import console
 from eyas.doctor import examine
 from eyas.errors import EyasError
 from eyas.extraction.repair import repair
-from eyas.files import write_text_atomic
 from eyas.packages import fetch_packages
-from eyas.params import PARAMS_FILE, load_profile, read_yaml
+from eyas.params import PARAMS_FILE, load_profile
 from eyas.summary import check_metrics, summary
 from eyas.targets.resolve import describe_target, resolve_target
 
@@ -66,6 +67,8 @@ app.add_typer(metrics_app, name="metrics")
 app.add_typer(eyas.conversations.cli.app, name="conversations")
 app.add_typer(eyas.templates.cli.app, name="mask")
 app.add_typer(eyas.store.cli.app, name="store")
+app.add_typer(eyas.keeping.cli.app, name="cache")
+app.add_typer(eyas.moving.cli.app, name="remote")
 
 
 @eyas.store.cli.app.command("repair")
@@ -79,41 +82,6 @@ def repair_store(
         f"{directory}: {f'mended, faults that were found: {len(damages)}' if damages else 'no damage found'}",
         markup=False,
     )
-
-
-def active_profiles() -> list[str]:
-    """The list ``active`` of params.yaml.
-
-    Raises:
-        EyasError: it is missing or not a list of names.
-    """
-    content = read_yaml(PARAMS_FILE)
-    active = content.get("active") if isinstance(content, dict) else None
-    if not isinstance(active, list) or not active or not all(isinstance(name, str) for name in active):
-        raise EyasError(f"{PARAMS_FILE}: `active` must list at least one profile, as in `active: [smoke]`")
-    return active
-
-
-def with_active(text: str, profile: str) -> str:
-    """The text of params.yaml with one more profile in ``active`` and every other byte as it was.
-
-    Dumping what ruamel read would move comments and blank lines, so it only tells the places.
-
-    Raises:
-        EyasError: the list is spread over lines in brackets.
-    """
-    active = YAML().load(text)["active"]
-    lines = text.splitlines(keepends=True)
-    last = active.lc.item(len(active) - 1)[0]
-    if active.fa.flow_style():
-        head, bracket, tail = lines[last].partition("]")
-        if last != active.lc.line or not bracket:
-            raise EyasError(f"{PARAMS_FILE}: write `active: [...]` on one line, so that `{profile}` can be added")
-        lines[last] = f"{head.rstrip()}, {profile}]{tail}"
-    else:
-        indent = lines[last].partition("-")[0]
-        lines.insert(last + 1, f"{indent}- {profile}\n")
-    return "".join(lines)
 
 
 @app.command()
@@ -144,15 +112,11 @@ def show_summary(profiles: _ProfileNames = None) -> None:
         printed.print(summary(profile))
 
 
-@app.command()
-def activate(profile: _ProfileName) -> None:
+@app.command("activate")
+def activate_command(profile: _ProfileName) -> None:
     """Add a profile to the list `active` in params.yaml, so that DVC builds it; comments and layout stay as they are."""
-    load_profile(profile)
-    if profile in active_profiles():
-        return
-    text = PARAMS_FILE.read_text(encoding="utf-8")
-    write_text_atomic(PARAMS_FILE, with_active(text, profile))
-    console.print(f"{PARAMS_FILE}: `{profile}` is active now")
+    if activate(profile):
+        console.print(f"{PARAMS_FILE}: `{profile}` is active now")
 
 
 @packages_app.command("fetch")

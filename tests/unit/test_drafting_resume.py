@@ -170,7 +170,8 @@ def _child(folder: Path, work: Path) -> None:
 
 
 def test_kills_at_random_moments_end_in_the_same_bytes(folder: Path, whole: _Result, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports once for all children
+    # one that has CUDA cannot be forked; without it the imports are made once for all children
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload([__name__])
     source = random.Random(0)
     todo = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from eyas.params import Profile
+from tests.pipeline.test_reruns import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("prepare", "respond", "encode", "extract", "vocab", "train", "benchmark", "report")
@@ -32,6 +35,16 @@ PACKAGES = {
     "numpy": "numpy",
     "datasets": "datasets",
     "rensa": "rensa",
+}
+# Those that change no byte of an output; a package that is in neither list must be thought about.
+SILENT = {
+    "huggingface_hub": "brings files that are checked by hash",
+    "markupsafe": "marks text for jinja2",
+    "openai": "speaks HTTP to a server whose engine decides",
+    "pydantic": "validates parameters",
+    "rich": "prints",
+    "ruamel": "reads parameters",
+    "safetensors": "writes a format that does not change",
 }
 
 
@@ -84,6 +97,10 @@ def has_code(file: Path) -> bool:
     return any(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in body)
 
 
+def locked_keys(stage: str) -> list[str]:
+    return [key for p in declared(stage).get("params", []) if isinstance(p, dict) for key in p["locks/env.json"]]
+
+
 def test_stages_are_the_known_ones() -> None:
     assert tuple(YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]) == STAGES
 
@@ -109,14 +126,67 @@ def test_declared_params_are_the_read_ones(stage: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_declared_packages_are_the_imported_ones(stage: str) -> None:
     _, packages = closure(stage)
-    listed = {key for p in declared(stage).get("params", []) if isinstance(p, dict) for key in p["locks/env.json"]}
-    assert listed == {PACKAGES[p] for p in packages if p in PACKAGES}
+    assert set(locked_keys(stage)) == {PACKAGES[p] for p in packages if p in PACKAGES}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_package_inits_hold_no_code(stage: str) -> None:
     files, _ = closure(stage)
     assert not [f for f in files if f.name == "__init__.py"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_imported_package_is_known(stage: str) -> None:
+    _, packages = closure(stage)
+    assert packages - PACKAGES.keys() - SILENT.keys() - set(sys.stdlib_module_names) == set()
+
+
+def test_every_pinned_version_is_some_stage_s() -> None:
+    pinned = set(json.loads((ROOT / "locks/env.json").read_text()))
+    assert {key for stage in STAGES for key in locked_keys(stage)} == pinned == set(PACKAGES.values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_the_own_profile_s_sections(stage: str) -> None:
+    listed = [p for p in declared(stage).get("params", []) if isinstance(p, str)]
+    assert set(listed) <= {f"profiles.${{item}}.{section}" for section in Profile.model_fields}
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_the_stage_itself_reads_parameters(stage: str) -> None:
+    """What a module read of params.yaml on its own, `stage.params` would not show."""
+    for file in closure(stage)[0] - {ROOT / "src/eyas/stage.py", ROOT / "src/eyas/params.py"}:
+        assert not re.search(r"\b(load_profile|PARAMS_FILE|params\.yaml\")", file.read_text()), file
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_rows_in_the_reruns_table(stage: str) -> None:
+    groups = {row.group for row in ROWS if stage in row.runs}
+    assert {"parameters", "code", "packages"} <= groups
+    assert f"`stages/{stage}.py`" in {row.touch for row in ROWS}
+
+
+def test_every_section_has_rows_in_the_reruns_table() -> None:
+    touched = {row.touch.strip("`").split(".")[0] for row in ROWS if row.group == "parameters"}
+    assert touched == set(Profile.model_fields)
+
+
+@pytest.mark.parametrize("name", ["dvc.yaml", "params.yaml", "dvc.lock", ".dvc/config"])
+def test_no_value_is_an_absolute_path(name: str) -> None:
+    for text in re.split(r"[\s,;:='\"\[\]]+", re.sub(r"#.*", "", (ROOT / name).read_text())):
+        assert not text.startswith(("/", "~", "..")), f"{name}: {text}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_code_of_a_stage_names_a_place_of_one_machine(stage: str) -> None:
+    for file in closure(stage)[0]:
+        if file.suffix == ".py":
+            texts = [n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)]
+            places = [
+                t for t in texts if isinstance(t, str) and re.match(r"(/(home|root|work|tmp|opt|usr|mnt)\b|~/\w)", t)
+            ]
+            assert not places, (file, places)
 
 
 def test_no_absolute_path_in_the_pipeline() -> None:

@@ -1,0 +1,1 @@
+"""Looking after DVC's cache and lock: integrity, space, adoption after a crash, merges, commits."""

@@ -1,0 +1,200 @@
+"""`eyas cache fsck`: every object against its name, listings against what is there, metrics against the lock, stores against themselves.
+
+Damage is never deleted. It goes to ``quarantine`` in the cache folder, an object that the remote has is fetched again, and links
+in this checkout to the damaged file then get the good one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.console import Progress
+from eyas.errors import EyasError
+from eyas.files import fsync_path
+from eyas.keeping.cache import LOCK_FILE, Cache, locked_outs, read_lock
+from eyas.keeping.settings import hashing_jobs
+from eyas.store.fsck import verify_store
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """An object whose bytes are not those of its name, and the files of this checkout that are the same inode."""
+
+    name: str
+    reason: str
+    links: tuple[Path, ...]
+
+
+@dataclass
+class Examined:
+    """What was found, before anything is changed."""
+
+    objects: int = 0
+    bytes: int = 0
+    damaged: list[Damaged] = field(default_factory=list)
+    incomplete: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # listing: objects that it names and that are not here
+    absent: dict[str, list[str]] = field(default_factory=dict)  # profile: outputs of the lock of which nothing is here
+    faults: list[str] = field(default_factory=list)  # everything else, each with what to do
+
+
+def examine(cache: Cache) -> Examined:
+    """Read everything; change nothing."""
+    found = Examined()
+    bad = dict(_hash_all(cache, found))
+    links = _links_to({cache.path(name) for name in bad})
+    found.damaged = [
+        Damaged(name, reason, tuple(links.get(cache.path(name), ()))) for name, reason in sorted(bad.items())
+    ]
+    try:
+        stages = read_lock(LOCK_FILE.read_text(encoding="utf-8"), str(LOCK_FILE)) if LOCK_FILE.is_file() else {}
+    except (EyasError, UnicodeDecodeError) as error:
+        found.faults.append(str(error))
+        stages = {}
+    here = set(cache.objects()) - bad.keys()
+    # outputs only: DVC keeps the listings of directories that stages merely read, without their files
+    for name in sorted({name for _, _, name in locked_outs(stages) if name.endswith(".dir")} & here):
+        if lacking := [n for n in cache.listed(name) if n not in here and n not in bad]:
+            found.incomplete[name] = lacking
+    found.absent = _absent(stages, here | bad.keys())
+    found.faults += _metrics_faults(stages)
+    for manifest in sorted(Path("data").glob("*/hidden_states/manifest.json")):
+        found.faults += _store_faults(manifest.parent)
+    return found
+
+
+def _hash_all(cache: Cache, found: Examined) -> Iterator[tuple[str, str]]:
+    names = cache.objects()
+    sizes = {name: cache.path(name).stat().st_size for name in names}
+    found.objects, found.bytes = len(names), sum(sizes.values())
+    read = 0
+    with Progress("hashing", found.bytes >> 20, "MiB") as progress, ThreadPoolExecutor(hashing_jobs()) as pool:
+        # the largest first, so that no thread is left alone with one at the end
+        futures = {pool.submit(check_object, cache, name): name for name in sorted(names, key=lambda n: -sizes[n])}
+        for future in as_completed(futures):
+            read += sizes[futures[future]]
+            progress.advance((read >> 20) - progress.done)
+            if reason := future.result():
+                yield futures[future], reason
+
+
+def check_object(cache: Cache, name: str) -> str | None:
+    """Why an object is damaged; None if it is sound."""
+    try:
+        with cache.path(name).open("rb") as stream:
+            digest = hashlib.md5(usedforsecurity=False)
+            while block := stream.read(_CHUNK):
+                digest.update(block)
+        if digest.hexdigest() != name.removesuffix(".dir"):
+            return f"its bytes have MD5 {digest.hexdigest()}"
+        if name.endswith(".dir"):
+            cache.listed(name)
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return None
+
+
+def _links_to(objects: set[Path]) -> dict[Path, list[Path]]:
+    """Files under data/ and .work/ that share an inode with one of these objects, or are symlinks to it."""
+    inodes = {(s.st_dev, s.st_ino): path for path in objects if (s := path.stat())}
+    links: dict[Path, list[Path]] = {}
+    for root in (Path("data"), Path(".work")) if inodes else ():
+        for file in sorted(root.rglob("*")):
+            try:
+                status = file.stat()
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) in inodes:
+                links.setdefault(inodes[status.st_dev, status.st_ino], []).append(file)
+    return links
+
+
+def _absent(stages: dict[str, Any], here: set[str]) -> dict[str, list[str]]:
+    absent: dict[str, list[str]] = {}
+    for stage, path, name in locked_outs(stages):
+        if not path.startswith("metrics/") and name not in here:
+            absent.setdefault(stage.partition("@")[2], []).append(path)
+    return absent
+
+
+def _metrics_faults(stages: dict[str, Any]) -> Iterator[str]:
+    """Metrics and plot series are Git's; the lock has their MD5."""
+    for _, path, name in locked_outs(stages):
+        file = Path(path)
+        if not path.startswith("metrics/") or not file.is_file():
+            continue
+        if hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() != name:
+            yield f"{path}: not what the stage wrote, says {LOCK_FILE}: `git diff {path}`, then `git restore {path}`"
+
+
+def _store_faults(directory: Path) -> Iterator[str]:
+    try:
+        damages = verify_store(directory, None, hashing_jobs())
+    except EyasError as error:
+        yield f"{directory}: {error}"
+        return
+    for damage in damages:
+        row = f", row {damage.row}" if damage.row else ""
+        yield f"{directory}/{damage.shard}{row}: {damage.reason}: `eyas store repair {directory}` extracts just that again"
+
+
+def quarantine(cache: Cache, name: str) -> Path:
+    """Take an object out of the cache and keep its bytes; gives where they are now."""
+    cache.quarantine.mkdir(exist_ok=True)
+    place = cache.quarantine / name
+    if place.exists():
+        place = place.with_name(f"{name}.{uuid.uuid4().hex[:8]}")
+    cache.path(name).rename(place)
+    fsync_path(cache.quarantine)
+    return place
+
+
+def fetch_again(cache: Cache, names: Iterable[str]) -> tuple[set[str], str | None]:
+    """Get objects from the default remote; gives those that are here now and sound, and why the others are not."""
+    from dvc.repo import Repo
+    from dvc_data.hashfile.hash_info import HashInfo
+
+    wanted = sorted(names)
+    reason = None
+    try:
+        with Repo(".") as repo:
+            if not repo.config["core"].get("remote"):
+                return set(), "no remote is set"
+            with repo.lock:
+                repo.cloud.pull([HashInfo("md5", name) for name in wanted])
+    except Exception as error:  # each kind of remote has errors of its own
+        reason = f"the remote cannot be read: {error}"
+    sound = set()
+    for name in wanted:
+        if not cache.path(name).exists():
+            reason = reason or "the remote has no such object"
+        elif fault := check_object(cache, name):
+            quarantine(cache, name)
+            reason = f"the remote's copy is damaged too ({name}: {fault})"
+        else:
+            sound.add(name)
+    return sound, reason
+
+
+def relink(good: Path, links: Iterable[Path]) -> None:
+    """Give the checkout's names of a damaged file the good object; its damaged bytes stay in quarantine."""
+    for link in links:
+        if link.is_symlink():
+            continue  # leads to the object's name, which is good again
+        temporary = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            os.link(good, temporary)
+            os.replace(temporary, link)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""Bringing one profile from the remote into DVC's cache."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from eyas.console import Progress
+from eyas.errors import EyasError
+from eyas.files import atomic_file
+from eyas.moving.history import remote_records
+from eyas.moving.objects import Object, listed, profile_outputs
+from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, file_md5, named
+
+_STALE_SECONDS = 24 * 3600
+
+
+def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "") -> Moved:
+    """Bring what the cache lacks of a profile; every object is hashed before it gets its name.
+
+    Args:
+        transfer: cache and remote.
+        profile: its name.
+        runs: also bring the records of the profile's runs, and the objects that they name.
+        only: just the outputs at or below this path.
+
+    Raises:
+        EyasError: names what the remote does not have, or has damaged, once all the rest is here; or the disk is too small.
+    """
+    outputs = [thing for thing in profile_outputs(transfer.repo, profile) if thing.path.startswith(only)]
+    history = list(remote_records(transfer, profile)) if runs else []
+    files, lists, lost = transfer.expand([*outputs, *(thing for record in history for thing in record.objects)])
+    todo = [thing for thing in files if not transfer.cached(thing.oid).is_file()]
+    there = transfer.sizes(todo)
+    lost += [thing for thing in todo if thing.oid not in there]
+    todo = [thing for thing in todo if thing.oid in there]
+    total = sum(there[thing.oid] for thing in todo)
+    _prepare_cache(transfer, total)
+    with Progress(f"fetching {profile}", -(-total // MIB), "MiB") as bar:
+        counted = Bar(bar)
+        faults = [line for line in transfer.each(lambda thing: _bring(transfer, thing, counted), todo) if line]
+    absent = {thing.oid for thing in todo if not transfer.cached(thing.oid).is_file()} | {thing.oid for thing in lost}
+    new = [thing for thing in lists if not transfer.cached(thing.oid).is_file()]
+    for thing in new:
+        if not any(file.oid in absent for file in listed(lists[thing], thing)):
+            _keep(transfer.cached(thing.oid), lists[thing])
+    for record in history:
+        if all(transfer.cached(thing.oid).is_file() for thing in record.objects):
+            _keep(Path(transfer.repo.cache.legacy.path) / record.path, record.content)
+    faults += [f"{thing.path} ({thing.oid}): missing" for thing in lost]
+    if faults:
+        raise named(
+            faults,
+            f"{transfer.url}: does not have all of `{profile}`; the rest was fetched:",
+            f"on the machine that has it: `make push PROFILE={profile}`; or `make repro PROFILE={profile}` computes it here",
+        )
+    return Moved(
+        len(todo) + len(new), total + sum(len(lists[t]) for t in new), len(files) + len(lists) - len(todo) - len(new)
+    )
+
+
+def _prepare_cache(transfer: Transfer, size: int) -> None:
+    """Make room: remove what fetches that were killed left more than a day ago, and see that ``size`` bytes fit."""
+    cache = Path(transfer.repo.cache.local.path)
+    cache.mkdir(parents=True, exist_ok=True)
+    for leftover in cache.glob("??/.*.tmp"):
+        if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+            leftover.unlink(missing_ok=True)
+    free = shutil.disk_usage(cache).free
+    if free < size:
+        raise EyasError(
+            f"{cache}: {free / 2**30:,.1f} GiB free, {size / 2**30:,.1f} GiB to fetch; `make gc` may free some"
+        )
+
+
+def _bring(transfer: Transfer, thing: Object, bar: Bar) -> str | None:
+    """Fetch one object; a line if its bytes are not those that its name says."""
+    target = transfer.cached(thing.oid)
+    try:
+        with atomic_file(target) as temporary:
+            transfer.remote.fs.get_file(
+                transfer.remote.odb.oid_to_path(thing.oid), str(temporary), callback=FileBytes(bar.add)
+            )
+            if file_md5(temporary) != thing.oid.removesuffix(".dir"):
+                raise _Damaged
+            temporary.chmod(0o444)
+    except _Damaged:
+        return f"{thing.path} ({thing.oid}): damaged on the remote; remove it there"
+    return None
+
+
+class _Damaged(Exception):
+    """Other bytes than the name says."""
+
+
+def _keep(path: Path, content: bytes) -> None:
+    if path.is_file():
+        return
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content)
+        temporary.chmod(0o444)
