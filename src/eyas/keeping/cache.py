@@ -6,6 +6,7 @@ listing (JSON) of a directory. ``runs`` has one small YAML file for each finishe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -79,6 +80,16 @@ def _is_object(path: Path) -> bool:
 def name_of(path: Path) -> str:
     """An object's name from its file."""
     return path.parent.name + path.name
+
+
+def file_md5(path: Path) -> str:
+    """MD5 of a file's bytes, in hex: the name that DVC gives it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def open_cache() -> Cache:

@@ -6,7 +6,6 @@ in this checkout to the damaged file then get the good one.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import uuid
@@ -19,11 +18,9 @@ from typing import Any
 from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.files import fsync_path
-from eyas.keeping.cache import LOCK_FILE, Cache, locked_outs, read_lock
+from eyas.keeping.cache import LOCK_FILE, Cache, file_md5, locked_outs, read_lock
 from eyas.keeping.settings import hashing_jobs
 from eyas.store.fsck import verify_store
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,9 @@ def _hash_all(cache: Cache, found: Examined) -> Iterator[tuple[str, str]]:
 def check_object(cache: Cache, name: str) -> str | None:
     """Why an object is damaged; None if it is sound."""
     try:
-        with cache.path(name).open("rb") as stream:
-            digest = hashlib.md5(usedforsecurity=False)
-            while block := stream.read(_CHUNK):
-                digest.update(block)
-        if digest.hexdigest() != name.removesuffix(".dir"):
-            return f"its bytes have MD5 {digest.hexdigest()}"
+        digest = file_md5(cache.path(name))
+        if digest != name.removesuffix(".dir"):
+            return f"its bytes have MD5 {digest}"
         if name.endswith(".dir"):
             cache.listed(name)
     except (OSError, ValueError) as error:
@@ -134,7 +128,7 @@ def _metrics_faults(stages: dict[str, Any]) -> Iterator[str]:
         file = Path(path)
         if not path.startswith("metrics/") or not file.is_file():
             continue
-        if hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest() != name:
+        if file_md5(file) != name:
             yield f"{path}: not what the stage wrote, says {LOCK_FILE}: `git diff {path}`, then `git restore {path}`"
 
 

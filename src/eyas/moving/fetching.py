@@ -9,9 +9,10 @@ from pathlib import Path
 from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.files import atomic_file
+from eyas.keeping.cache import file_md5
 from eyas.moving.history import remote_records
 from eyas.moving.objects import Object, listed, profile_outputs
-from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, file_md5, named
+from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, named
 
 _STALE_SECONDS = 24 * 3600
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from eyas.console import Progress
 from eyas.errors import EyasError
+from eyas.keeping.cache import file_md5
 from eyas.moving.history import send_record, whole_records
 from eyas.moving.objects import Object, Record, profile_outputs
-from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, file_md5, named, once
+from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, named, once
 
 _CHUNK = 4 * MIB
 

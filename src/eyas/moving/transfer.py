@@ -147,12 +147,6 @@ def _is_absent(error: EyasError) -> bool:
     return False
 
 
-def file_md5(path: Path) -> str:
-    """MD5 of a file's bytes, in hex; the name that DVC gives it."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
 def named(faults: list[str], head: str, tail: str) -> EyasError:
     """One error for several faults: the first ten of them and how many there are."""
     more = [f"  and {len(faults) - 10} more"] if len(faults) > 10 else []
