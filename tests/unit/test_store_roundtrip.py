@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from eyas.errors import EyasError
 from eyas.store.codecs import decode_fp8, encode_fp8
 from eyas.store.format import StoreSpec, row_key
 from eyas.store.reader import StoreReader
+from eyas.store.shards import StoredRow, checksum, stored_row, write_shard
 from eyas.store.spool import RowSpool
 from eyas.store.writer import Sealer, publish
 
@@ -176,6 +178,30 @@ def test_sealing_stops_where_recording_does_and_tells_of_its_errors(tmp_path: Pa
     torn.write_bytes(torn.read_bytes()[:-1])
     with pytest.raises(EyasError, match="run the extraction again"), Sealer(spool, spec, lengths, workers=1):
         fill(spool, rows[1:])
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
+def test_a_file_that_may_not_grow_is_an_error_of_the_disk_wherever_it_shows(tmp_path: Path, codec: str) -> None:
+    spec = wide(codec)
+    rows = {row_key(spec.fingerprint, row[0]): row for row in make_rows(4, spec)}
+
+    def source(key: str) -> StoredRow:
+        return stored_row(codec, rows[key][0], rows[key][1], checksum(rows[key][1]))
+
+    def write(name: str) -> None:
+        write_shard(tmp_path / name, spec, list(rows), [len(row[0]) for row in rows.values()], source)
+
+    write("whole.h5")
+    size = (tmp_path / "whole.h5").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for limit in (100, size // 2, *range(size - 6000, size, 500), size - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            with pytest.raises(OSError):
+                write(f"{limit}.h5")
+            assert not list(tmp_path.glob(f"*{limit}.h5*"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_torn_loose_row_is_missing_and_removed(tmp_path: Path) -> None:

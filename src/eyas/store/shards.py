@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -149,10 +148,13 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
     offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths))]).astype("<i8")
     with atomic_file(path) as temporary:
         pages = {"alignment_threshold": _LARGE_BYTES, "alignment_interval": _PAGE_BYTES}
-        with _writing(path), h5py.File(temporary, "w", libver=_LIBVER, track_order=False, **pages) as file:
+        with (
+            _FullDisk(temporary) as stream,
+            h5py.File(stream, "w", libver=_LIBVER, track_order=False, **pages) as file,
+        ):
             _create_datasets(file, spec, tokens)
             file.attrs.update(_attributes(spec))
-            write = _ChunkWriter(file) if spec.codec == "lossless" else _ContiguousWriter(file, temporary)
+            write = _ChunkWriter(file) if spec.codec == "lossless" else _ContiguousWriter(file, stream)
             waiting = 0
             for number, key in enumerate(keys):
                 row = source(key)
@@ -166,9 +168,10 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
                     file["scales"][start:end] = row.scale_TL
                     checksums["scale_crc32"][number] = checksum(row.scale_TL)
                 write(row.states)
+                stream.check()
                 waiting += row.states.nbytes
                 if waiting >= _WRITEBACK_BYTES:
-                    start_writeback(file.id.get_vfd_handle())
+                    start_writeback(stream.fileno())
                     waiting = 0
             options: dict[str, Any] = {"track_times": False}
             file.create_dataset("input_ids", data=input_ids, **options)
@@ -179,16 +182,55 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
         temporary.chmod(0o444)
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """HDF5 writes much of a file when it closes it, and h5py reports a full disk then as a RuntimeError."""
-    try:
-        yield
-    except RuntimeError as error:
-        number = re.search(r"errno = (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+class _FullDisk:
+    """A new file for HDF5 to write, through h5py's driver for Python's files; a context manager that closes it.
+
+    HDF5 writes much of a file when it closes objects, and crashes where such a write fails. So a failed write is kept, what
+    HDF5 goes on to write is dropped, and the error is raised when HDF5 is done, or by `check`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._error: OSError | None = None
+        self._stream = path.open("w+b", buffering=0)
+        self.fileno, self.seek, self.tell = self._stream.fileno, self._stream.seek, self._stream.tell
+        self.read, self.readinto, self.flush = self._stream.read, self._stream.readinto, self._stream.flush
+
+    def write(self, data: memoryview) -> int:
+        """Write all of it where the file stands."""
+        view, position = memoryview(data).cast("B"), self.tell()
+        while len(view) and self._error is None:
+            count = self._kept(os.pwrite, self.fileno(), view, position)
+            view, position = view[count:], position + count
+        return memoryview(data).nbytes
+
+    def truncate(self, size: int) -> None:
+        """Set the file's size."""
+        self._kept(os.ftruncate, self.fileno(), size)
+
+    def _kept(self, call: Callable[..., Any], *arguments: Any) -> int:
+        try:
+            return call(*arguments) or 0
+        except OSError as error:
+            self._error = OSError(error.errno, error.strerror, str(self._path))
+            return 0
+
+    def check(self) -> None:
+        """Raise the error of a write.
+
+        Raises:
+            OSError: as the write did, such as for a full disk.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _FullDisk:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stream.close()
+        if kind is None or not issubclass(kind, OSError):
+            self.check()
 
 
 class _ChunkWriter:
@@ -228,10 +270,10 @@ class _ChunkWriter:
 class _ContiguousWriter:
     """Writes rows past HDF5 to where the contiguous dataset lies: no copy in between."""
 
-    def __init__(self, file: h5py.File, path: Path) -> None:
+    def __init__(self, file: h5py.File, stream: _FullDisk) -> None:
         file.flush()
         self._position: int = file["hidden_states"].id.get_offset()
-        self._stream = path.open("r+b", buffering=0)
+        self._stream = stream
 
     def __call__(self, states_TLH: NDArray[Any]) -> None:
         """Append a row."""
