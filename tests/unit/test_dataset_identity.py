@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 
 from eyas.conversations.contamination import BenchmarkIndex
 from eyas.conversations.identity import conversation_id, split_of
-from eyas.conversations.near_duplicates import HASHES, Sketcher, band_width, copies
+from eyas.conversations.near_duplicates import BANDED, HASHES, Sketcher, band_width, mark_copies
 from eyas.conversations.rules import Conversation, Message
 from eyas.conversations.selection import quotas
 from eyas.conversations.shingles import words
+from eyas.conversations.sorting import Flags
 from tests.prepared import BENCHMARK
 
 # --- identity and split -------------------------------------------------------------------------------------------
@@ -116,8 +119,14 @@ def jaccard(first: set[str], second: set[str]) -> float:
 
 def copied(grams: list[set[str]], similarity: float) -> list[bool]:
     keys, sketches = Sketcher(similarity)(grams)
-    bands = [lambda band=band: keys[:, band] for band in range(keys.shape[1])]
-    return copies(np.arange(len(grams)), bands, sketches, similarity, lambda _: None).tolist()
+    bands = []
+    for band in range(keys.shape[1]):
+        rows = np.empty(len(grams), dtype=BANDED)
+        rows["key"], rows["rank"], rows["sketch"] = keys[:, band], np.arange(len(grams)), sketches
+        bands.append([rows])
+    with tempfile.TemporaryDirectory() as name, Flags(Path(name) / "flags") as flags:
+        mark_copies(bands, flags, Path(name), similarity, lambda _: None)
+        return flags.read(0, len(grams)).tolist()
 
 
 @pytest.mark.parametrize("similarity", [0.05, 0.5, 0.8, 0.9, 0.99])

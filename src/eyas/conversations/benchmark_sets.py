@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas.conversations import bundled
-from eyas.conversations.examine import Fault
 from eyas.conversations.faults import BadRow
 from eyas.conversations.rules import validate
 from eyas.conversations.sources import read_source, set_name
@@ -45,8 +44,8 @@ def read_benchmark_set(params: SourceParams, parameter: str) -> list[Prompt]:
     for file, number, content in read_source(params, bundled.BENCHMARKS, parameter):
         where = f"{parameter}: {params.source}, {f'{file}, ' if file else ''}row {number}"
         try:
-            if isinstance(content, Fault):
-                raise BadRow(*content)
+            if isinstance(content, BadRow):
+                raise content
             turns = tuple(validate(content)[0].user_turns)
         except BadRow as fault:
             raise EyasError(f"{where}: {fault}; mend or remove it") from None

@@ -2,7 +2,7 @@
 
 Takes `DatasetParams`; writes conversations.parquet, prompts.parquet and rejected.jsonl (docs/data.md has their columns)
 and says what became of every row. The same parameters and inputs give the same bytes, with any number of workers and in
-whatever order a source's rows come. Memory holds some 60 bytes a row; all else passes through a scratch folder.
+whatever order a source's rows come. Rows pass through a scratch folder; memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from eyas.conversations import bundled
 from eyas.conversations.benchmark_sets import read_benchmark_sets
 from eyas.conversations.contamination import BenchmarkIndex
 from eyas.conversations.examine import Chunk, Findings, Row, examine, examine_apart
 from eyas.conversations.near_duplicates import SKETCH_BYTES, Sketcher
-from eyas.conversations.selection import KEPT, select
+from eyas.conversations.selection import select
 from eyas.conversations.sources import read_source
 from eyas.conversations.spill import Spill
 from eyas.conversations.tally import Tally, dataset_metrics
@@ -138,12 +136,11 @@ def prepare_dataset(
         bands = Sketcher(params.near_duplicate).bands if params.near_duplicate < 1 else 0
         spill = Spill(scratch, bands, SKETCH_BYTES)
         tallies = _read_all(params, prefix, folder, index, spill, workers)
-        rows = spill.finish()
-        verdicts = select(rows, spill, params)
+        selection = select(spill, params)
         names = [source.source for source in params.sources]
-        metrics = dataset_metrics(names, tallies, rows, verdicts, (prompt.set for prompt in prompts))
+        metrics = dataset_metrics(names, tallies, selection, (prompt.set for prompt in prompts))
         _check_splits(metrics, prefix)
-        write_conversations(folder / "conversations.parquet", rows, np.flatnonzero(verdicts == KEPT), spill, params)
+        write_conversations(folder / "conversations.parquet", selection, spill, params)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return metrics

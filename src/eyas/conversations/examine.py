@@ -22,16 +22,10 @@ from eyas.conversations.identity import conversation_id, split_of
 from eyas.conversations.near_duplicates import Sketcher
 from eyas.conversations.rules import Conversation, validate
 from eyas.conversations.shingles import shingles, words
-from eyas.conversations.spill import ROW, Rows
+from eyas.conversations.sorting import Records
+from eyas.conversations.spill import ROW
 from eyas.files import value_hash
 from eyas.params import DatasetParams
-
-
-class Fault(NamedTuple):
-    """What is wrong with a row; a `BadRow` that survives the way between processes."""
-
-    reason: str
-    detail: str
 
 
 class Row(NamedTuple):
@@ -39,7 +33,7 @@ class Row(NamedTuple):
 
     file: str | None
     number: int
-    content: dict[str, Any] | Fault
+    content: dict[str, Any] | BadRow
 
 
 @dataclass(frozen=True)
@@ -57,10 +51,10 @@ class Findings:
 
     source: int
     rows: int
-    faults: list[tuple[str | None, int, Fault]] = field(default_factory=list)
+    faults: list[tuple[str | None, int, BadRow]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     repaired: int = 0
-    candidates: Rows = field(default_factory=lambda: np.empty(0, dtype=ROW))
+    candidates: Records = field(default_factory=lambda: np.empty(0, dtype=ROW))
     texts: bytes = b""
     keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.uint64))
     sketches: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 0), dtype=np.uint8))
@@ -87,11 +81,11 @@ def _accepted(
 ) -> tuple[Conversation, set[str]] | None:
     """The conversation that a row holds and the shingles of its user turns; counted in ``found`` if it is not to be kept."""
     try:
-        if isinstance(row.content, Fault):
-            raise BadRow(*row.content)
+        if isinstance(row.content, BadRow):
+            raise row.content
         conversation, repairs = validate(row.content)
     except BadRow as fault:
-        found.faults.append((row.file, row.number, Fault(fault.reason, fault.detail)))
+        found.faults.append((row.file, row.number, fault))
         return None
     found.repaired += bool(repairs)
     found.reasons.update(repairs)
@@ -130,7 +124,7 @@ def examine(chunk: Chunk, params: DatasetParams, index: BenchmarkIndex) -> Findi
         identity = bytes.fromhex(conversation_id(conversation))
         validation = split_of(conversation, params.validation_share) == "validation"
         turns = len(conversation.user_turns)
-        records.append((identity, chunk.source, length, len(messages), len(tools), turns, validation, bool(grams)))
+        records.append((identity, 0, chunk.source, length, len(messages), len(tools), turns, validation, bool(grams)))
         texts += (messages, tools)
         length += len(messages) + len(tools)
         sketched.append(_sketched(conversation, grams))

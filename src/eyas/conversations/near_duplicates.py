@@ -1,30 +1,36 @@
 """Near duplicates by MinHash: who is nearly a copy of a conversation that comes before it.
 
 Takes sets of shingles; `Sketcher` gives each a row of band keys (rows that share one are compared) and a sketch (four bits
-of each hash; the share of equal ones estimates the Jaccard similarity, to about 0.04). `copies` finds the copies.
+of each hash; the share of equal ones estimates the Jaccard similarity, to about 0.04). `mark_copies` finds the copies, in
+memory that the number of rows does not move.
 
 Shape legend: N rows, B bands, S bytes of a sketch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import rensa
+
+from eyas.conversations.sorting import Flags, Records, Sorter
 
 HASHES = 128
 SKETCH_BYTES = HASHES // 2
 _SEED = 1
 _RECALL = 0.99
 _BEFORE = 4  # rows before it in a bucket that a row is compared with, beside the first: work stays linear in a bucket
-_PAIRS_AT_ONCE = 1 << 16
+_PAIRS_AT_ONCE = 1 << 14
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Bytes = npt.NDArray[np.uint8]
 Keys = npt.NDArray[np.uint64]
-Flags = npt.NDArray[np.bool_]
+# a row in one band; the rank says who comes before whom
+BANDED = np.dtype([("key", ">u8"), ("rank", ">u8"), ("sketch", np.uint8, SKETCH_BYTES)])
+_ALIKE = np.dtype([("later", ">u8"), ("earlier", ">u8")])
 
 
 def band_width(similarity: float) -> int:
@@ -54,62 +60,67 @@ class Sketcher:
         return keys_NB, sketches_NS
 
 
-def _pairs(keys_N: Keys) -> npt.NDArray[np.int64]:
-    """Pairs (earlier, later) of rows with the same key: each row with the first of its bucket, and with those before it."""
-    order = np.argsort(keys_N, kind="stable")
-    ordered = keys_N[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    position = np.arange(len(order))
-    first = np.repeat(starts, np.diff(np.append(starts, len(order))))
-    found = []
+def _pairs(records: Records, done: int) -> Iterator[tuple[Records, Records]]:
+    """Rows with the same key, (earlier, later): each after the first ``done`` with the first of its bucket, and with those before it."""
+    keys_N = records["key"]
+    starts = np.flatnonzero(np.concatenate(([True], keys_N[1:] != keys_N[:-1])))
+    position = np.arange(len(records))
+    first = np.repeat(starts, np.diff(np.append(starts, len(records))))
     for earlier in (first, *(position - back for back in range(1, _BEFORE + 1))):
-        valid = (earlier >= first) & (earlier < position)
-        found.append(np.stack((order[earlier[valid]], order[position[valid]]), axis=1))
-    return np.concatenate(found)
+        valid = np.flatnonzero((earlier >= first) & (earlier < position) & (position >= done))
+        for at in range(0, len(valid), _PAIRS_AT_ONCE):
+            some = valid[at : at + _PAIRS_AT_ONCE]
+            yield records[earlier[some]], records[some]
 
 
-def _alike(pairs: npt.NDArray[np.int64], sketches_NS: Bytes, rows: npt.NDArray[np.int64], similarity: float) -> Flags:
-    """Which pairs have at least the similarity; four bits of unlike hashes are equal in one of 16 cases, which is taken off."""
+def _last_bucket(records: Records) -> Records:
+    """What rows that go on the last bucket are compared with."""
+    bucket = records[np.searchsorted(records["key"], records["key"][-1]) :]
+    return np.concatenate((bucket[:1], bucket[1:][-_BEFORE:]), dtype=BANDED)
+
+
+def _alike(blocks: Iterable[Records], similarity: float) -> Iterator[tuple[Keys, Keys]]:
+    """Ranks (earlier, later) of rows of one band, sorted, that have at least the similarity.
+
+    Four bits of unlike hashes are equal in one of 16 cases, which is taken off.
+    """
     equal = HASHES * (1 / 16 + similarity * 15 / 16)
-    alike = np.zeros(len(pairs), dtype=np.bool_)
-    for start in range(0, len(pairs), _PAIRS_AT_ONCE):
-        earlier, later = rows[pairs[start : start + _PAIRS_AT_ONCE]].T
-        differ = sketches_NS[earlier] ^ sketches_NS[later]
-        same = np.count_nonzero(differ < 16, axis=1) + np.count_nonzero(differ & 15 == 0, axis=1)
-        alike[start : start + len(same)] = same >= equal
-    return alike
+    open_bucket = np.empty(0, dtype=BANDED)
+    for block in blocks:
+        records = np.concatenate((open_bucket, block), dtype=BANDED)
+        for earlier, later in _pairs(records, len(open_bucket)):
+            differ = earlier["sketch"] ^ later["sketch"]
+            same = np.count_nonzero(differ < 16, axis=1) + np.count_nonzero(differ & 15 == 0, axis=1)
+            alike = same >= equal
+            yield earlier["rank"][alike], later["rank"][alike]
+        open_bucket = _last_bucket(records)
 
 
-def copies(
-    rows: npt.NDArray[np.int64],
-    bands: Sequence[Callable[[], Keys]],
-    sketches_NS: Bytes,
-    similarity: float,
-    advance: Callable[[int], None],
-) -> Flags:
-    """Which rows are nearly copies of an earlier one that is no copy itself.
+def mark_copies(
+    bands: Iterable[Iterable[Records]], copied: Flags, folder: Path, similarity: float, advance: Callable[[int], None]
+) -> None:
+    """Put up the flags of the ranks of rows that are nearly copies of an earlier one that is no copy itself.
 
     Args:
-        rows: the rows to look at, indices into ``keys`` and ``sketches_NS``; the earlier one of two alike stays.
-        bands: for each band, what reads all rows' keys.
-        sketches_NS: all rows' sketches, in memory or mapped.
+        bands: for each band the rows to look at, of type `BANDED`, in any order and in small pieces.
+        copied: a flag for each rank, all of them down.
+        folder: where records are sorted.
         similarity: Jaccard similarity from which two rows are alike.
         advance: called for each band.
-
-    Returns:
-        For each of ``rows``, whether it is a copy.
     """
-    edges = np.empty(0, dtype=np.int64)  # pairs as one number: NumPy finds equal numbers much faster than equal pairs
-    for keys in bands:
-        pairs = _pairs(keys()[rows])
-        earlier, later = pairs[_alike(pairs, sketches_NS, rows, similarity)].T
-        edges = np.unique(np.concatenate((edges, later * len(rows) + earlier)))
+    edges = Sorter(folder / "alike", _ALIKE, "earlier")
+    for pieces in bands:
+        banded = Sorter(folder / "banded", BANDED, "rank")
+        for piece in pieces:
+            banded.add(piece)
+        for earlier, later in _alike(banded.sorted(), similarity):
+            found = np.empty(len(later), dtype=_ALIKE)
+            found["later"], found["earlier"] = later, earlier
+            edges.add(found)
         advance(1)
-    later, earlier = np.divmod(edges, max(len(rows), 1))
-    copied = np.zeros(len(rows), dtype=np.bool_)
-    while True:  # each round settles one more step of the longest chain of rows alike
-        settled = np.zeros_like(copied)
-        settled[later[~copied[earlier]]] = True
-        if np.array_equal(settled, copied):
-            return copied
-        copied = settled
+    decided = -1  # all that comes before a row is settled when its turn comes
+    for block in edges.sorted():
+        for later, earlier in zip(block["later"].tolist(), block["earlier"].tolist(), strict=True):
+            if later != decided and not copied.is_up(earlier):
+                copied.put_up(later)
+                decided = later

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from eyas.console import Progress
 from eyas.conversations import bundled
-from eyas.conversations.examine import Fault, Row
-from eyas.conversations.faults import BadRow
+from eyas.conversations.examine import Row
 from eyas.conversations.reading import data_files, read_rows
 from eyas.errors import EyasError
 from eyas.params import SourceParams
@@ -106,8 +105,7 @@ def _files(params: SourceParams, parameter: str, advance: Advance) -> Iterator[R
 
         for file, name in zip(files, names, strict=True):
             for number, content in read_rows(file, read):
-                fault = Fault(content.reason, content.detail) if isinstance(content, BadRow) else content
-                yield Row(name, number, fault)
+                yield Row(name, number, content)
 
 
 def read_source(

@@ -1,7 +1,6 @@
-"""Conversations on their way from the sources to the data set: texts and sketches on the disk, little in memory.
+"""Conversations on their way from the sources to the data set: all of it on the disk.
 
-Takes a scratch folder; `Spill.add` appends what `examine` found, and the rest reads it back: some 60 bytes a row in
-memory, whatever the conversations weigh.
+Takes a scratch folder; `Spill.add` appends what `examine` found, and the rest reads it back, in pieces.
 """
 
 from __future__ import annotations
@@ -15,62 +14,59 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# `text` is where the row's texts begin in the file of texts: `messages` bytes, then `tools` bytes
-ROW = np.dtype(
-    [
-        ("id", "S32"),
-        ("source", "<i4"),
-        ("text", "<i8"),
-        ("messages", "<u4"),
-        ("tools", "<u4"),
-        ("user_turns", "<i4"),
-        ("validation", "?"),
-        ("worded", "?"),
-    ]
-)
-Rows = npt.NDArray[np.void]
+from eyas.conversations.sorting import Records, Sorter, read_blocks
+
+# `number` counts the rows of all sources; `text` is where the row's texts begin in the file of texts: `messages` bytes, then
+# `tools` bytes. The order of the bytes is the order of ids, then of numbers.
+_REST = [
+    ("text", ">u8"),
+    ("messages", ">u4"),
+    ("tools", ">u4"),
+    ("user_turns", ">u4"),
+    ("validation", "?"),
+    ("worded", "?"),
+]
+ROW = np.dtype([("id", "S32"), ("number", ">u8"), ("source", ">u4"), *_REST])
+RANKED = np.dtype([("source", ">u4"), ("id", "S32"), ("number", ">u8"), *_REST])  # the same in the order of preference
+WINDOW = 1 << 14  # rows that are read at a time
 
 
 class Spill:
     """Files of one run; only appended to, then only read."""
 
     def __init__(self, folder: Path, bands: int, sketch_bytes: int) -> None:
-        self._folder, self._sketch_bytes = folder, sketch_bytes
-        self.bands = bands
-        names = ["rows", "texts", "sketches", *(f"band{band}" for band in range(bands))]
+        self.folder, self.bands = folder, bands
+        self._sketch = np.dtype((np.uint8, sketch_bytes))
+        names = ["texts", "sketches", *(f"band{band}" for band in range(bands))]
         self._streams = {name: (folder / name).open("wb") for name in names}
+        self._rows = Sorter(folder / "rows", ROW, "number")
 
-    def add(self, rows: Rows, texts: bytes, keys: npt.NDArray[np.uint64], sketches: npt.NDArray[np.uint8]) -> None:
+    def add(self, rows: Records, texts: bytes, keys: npt.NDArray[np.uint64], sketches: npt.NDArray[np.uint8]) -> None:
         """Append rows, whose ``text`` counts from the beginning of ``texts``; keys [rows, bands], sketches [rows, bytes]."""
         rows = rows.copy()
         rows["text"] += self._streams["texts"].tell()
-        self._streams["rows"].write(rows.tobytes())
+        rows["number"] = np.arange(len(self._rows), len(self._rows) + len(rows))
+        self._rows.add(rows)
         self._streams["texts"].write(texts)
         self._streams["sketches"].write(sketches.tobytes())
         for band in range(self.bands):
             self._streams[f"band{band}"].write(keys[:, band].tobytes())
 
-    def finish(self) -> Rows:
-        """Close the files; gives all rows in the order in which they came."""
+    def rows(self) -> Iterator[Records]:
+        """Close the files; gives all rows by id, equal ids in the order in which they came."""
         for stream in self._streams.values():
             stream.close()
-        return np.fromfile(self._folder / "rows", dtype=ROW)
+        return self._rows.sorted()
 
-    def keys(self, band: int) -> npt.NDArray[np.uint64]:
-        """All rows' keys of one band."""
-        return np.fromfile(self._folder / f"band{band}", dtype=np.uint64)
-
-    def sketches(self) -> npt.NDArray[np.uint8]:
-        """All rows' sketches [rows, bytes], mapped: pages that the kernel may take back."""
-        path = self._folder / "sketches"
-        if path.stat().st_size == 0:
-            return np.empty((0, self._sketch_bytes), dtype=np.uint8)
-        return np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, self._sketch_bytes)
+    def sketched(self, band: int) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]]:
+        """Keys of one band [rows] and sketches [rows, bytes], `WINDOW` rows at a time, in the order in which they came."""
+        keys = read_blocks(self.folder / f"band{band}", np.dtype(np.uint64), WINDOW)
+        return zip(keys, read_blocks(self.folder / "sketches", self._sketch, WINDOW), strict=True)
 
     @contextmanager
     def texts(self) -> Iterator[TextReader]:
         """Reads the texts of chosen rows."""
-        descriptor = os.open(self._folder / "texts", os.O_RDONLY)
+        descriptor = os.open(self.folder / "texts", os.O_RDONLY)
         try:
             yield TextReader(descriptor)
         finally:
@@ -83,7 +79,7 @@ class TextReader:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def read(self, rows: Rows) -> tuple[list[str], list[str]]:
+    def read(self, rows: Records) -> tuple[list[str], list[str]]:
         """The JSON of the messages and of the tools of each row; the file is read from front to back."""
         messages, tools = [""] * len(rows), [""] * len(rows)
         for index in np.argsort(rows["text"]).tolist():

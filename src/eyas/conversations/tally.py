@@ -1,6 +1,6 @@
 """What became of every row: counted for each source and for all of them.
 
-Takes the `Findings` of each chunk and the verdicts of the selection; gives the stage's metrics.
+Takes the `Findings` of each chunk and the `Selection`; gives the stage's metrics.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from eyas.conversations.examine import Findings
-from eyas.conversations.selection import KEPT, REASONS
-from eyas.conversations.spill import Rows
+from eyas.conversations.selection import KEPT, REASONS, Selection
 from eyas.errors import EyasError
 
 
@@ -84,8 +80,7 @@ class Tally:
 def dataset_metrics(
     names: Sequence[str],
     tallies: Sequence[Tally],
-    rows: Rows,
-    verdicts: npt.NDArray[np.uint8],
+    selection: Selection,
     benchmark_sets: Iterable[str],
 ) -> dict[str, Any]:
     """The stage's metrics.
@@ -93,27 +88,22 @@ def dataset_metrics(
     Args:
         names: the sources; two of one name (parts of one data set) are counted together.
         tallies: what became of each source's rows before the selection.
-        rows: the candidates.
-        verdicts: what the selection says of each candidate.
+        selection: what became of the candidates.
         benchmark_sets: for each benchmark prompt the name of its set.
     """
     total = Tally()
     by_name: dict[str, Tally] = {}
-    for number, (name, tally) in enumerate(zip(names, tallies, strict=True)):
-        counts = np.bincount(verdicts[rows["source"] == number], minlength=len(REASONS)).tolist()
+    for name, tally, counts in zip(names, tallies, selection.counts.tolist(), strict=True):
         chosen = Tally(kept=counts[KEPT], reasons=Counter(dict(zip(REASONS[1:], counts[1:], strict=True))))
         for one in (tally, chosen):
             total.merge(one)
             by_name.setdefault(name, Tally()).merge(one)
-    kept = verdicts == KEPT
-    validation = int(rows["validation"][kept].sum())
-    turns = rows["user_turns"][kept]
     return {
         **total.counts(),
-        "train": total.kept - validation,
-        "validation": validation,
-        "multi_turn": int((turns > 1).sum()),
-        "user_turns": int(turns.sum()),
+        "train": total.kept - selection.validation,
+        "validation": selection.validation,
+        "multi_turn": selection.multi_turn,
+        "user_turns": selection.user_turns,
         "sources": {name: tally.kept for name, tally in by_name.items()},
         "by_source": {name: tally.counts() for name, tally in by_name.items()},
         "benchmark_prompts": dict(Counter(benchmark_sets)),

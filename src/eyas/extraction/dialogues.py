@@ -6,16 +6,22 @@ results belong together: the target's own answer is kept to train on, and the hi
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from eyas.conversations.loops import is_looped
 from eyas.extraction.answers import Answer
-from eyas.tables import KEPT, PROBE
+from eyas.params import ResponseParams
+from eyas.tables import CONVERSATIONS, KEPT, PROBE, read_batches
+from eyas.templates.boundaries import common_prefix
 from eyas.templates.chat import ChatTemplate, Message
+
+_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Dialogue:
             self.dropped = 1 + self._answers_to_come()
             self.end()
             return
-        shared = _common(self._read + self._wrote, prompt)
+        shared = common_prefix(self._read + self._wrote, prompt)
         values = answer.token_ids, answer.logprobs, answer.finish_reason
         self.turns.append(Turn(shared, prompt[shared:], *values, looped))
         self._read, self._wrote = prompt, answer.token_ids
@@ -102,6 +108,35 @@ class Dialogue:
         self.pending.clear()
         self.over = True
         self.messages = _until_last_answer(self.messages)
+
+    def row(self) -> dict[str, Any] | None:
+        """The row of the table of responses; None where there is nothing to train on."""
+        if not (self.messages if self.kind == KEPT else self.turns):
+            return None
+        return {
+            "conversation_id": self.conversation_id,
+            "split": self.split,
+            "source": self.source,
+            "kind": self.kind,
+            "messages": json.dumps(self.messages, ensure_ascii=False),
+            "tools": json.dumps(self.tools, ensure_ascii=False),
+            "turns": [vars(turn) for turn in self.turns],
+        }
+
+
+def read_dialogues(conversations: Path, params: ResponseParams) -> Iterator[Dialogue]:
+    """All conversations of a table, and after them the first ones of the validation split as greedy probes."""
+    answered = "sampled" if params.temperature > 0 else "greedy"
+    probes: list[dict[str, Any]] = []
+    for row in (row for batch in read_batches(conversations, CONVERSATIONS, _BATCH_ROWS) for row in batch):
+        if row["split"] == "validation" and len(probes) < params.greedy_probes:
+            probes.append(row)
+        yield _from_row(row, KEPT if params.mode == "keep" else answered)
+    yield from (_from_row(row, PROBE) for row in probes)
+
+
+def _from_row(row: dict[str, Any], kind: str) -> Dialogue:
+    return dialogue(row, kind, json.loads(row["messages"]), json.loads(row["tools"]))
 
 
 def dialogue(row: dict[str, Any], kind: str, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Dialogue:
@@ -126,12 +161,3 @@ def dialogue(row: dict[str, Any], kind: str, messages: Sequence[Message], tools:
 def _until_last_answer(messages: Sequence[Message]) -> list[Message]:
     ends = [number for number, m in enumerate(messages, 1) if m["role"] == "assistant"]
     return list(messages[: ends[-1]]) if ends else []
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """Length of what two lists share at their start."""
-    if second[: len(first)] == first:
-        return len(first)
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
