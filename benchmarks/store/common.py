@@ -310,7 +310,7 @@ def write_report(out: Path | None, folder: Path, results: dict[str, Any]) -> Non
     if out is None:
         return
     arguments = [a for a in sys.argv[1:] if a != "--out" and Path(a) != out]
-    command = ["python", f"benchmarks/store/{Path(sys.argv[0]).name}", *arguments]
+    command = ["python", sys.argv[0], *arguments]
     result = {
         "command": " ".join("FOLDER" if Path(word) == folder else word for word in command),
         "machine": machine_description() | {"gpu": _gpu()},

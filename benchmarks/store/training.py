@@ -80,8 +80,11 @@ SHAPES = {
 }
 
 
-def make_model(shape: Shape, device: torch.device) -> Eagle3DraftModel:
-    """A head as `eyas.drafting.heads.make_head` makes it, with random weights instead of a target's."""
+def make_model(shape: Shape, device: torch.device, attention: str = "eager") -> Eagle3DraftModel:
+    """A head as `eyas.drafting.heads.make_head` makes it, with random weights instead of a target's.
+
+    ``attention`` is what speculators' own forward takes; the project's has its own.
+    """
     decoder = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -94,7 +97,7 @@ def make_model(shape: Shape, device: torch.device) -> Eagle3DraftModel:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
     )
-    decoder._attn_implementation = "eager"
+    decoder._attn_implementation = attention
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=decoder,
         draft_vocab_size=shape.draft_vocabulary,

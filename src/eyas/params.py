@@ -20,6 +20,7 @@ from eyas.errors import EyasError
 _M = TypeVar("_M", bound=BaseModel)
 PARAMS_FILE = Path("params.yaml")
 MACHINE_FILE = Path("machine.yaml")
+_NOT_METHODS = ("sets", "categories", "grid", "interleaved", "repeats")  # other keys of the benchmark's metrics
 
 
 class _Section(BaseModel):
@@ -109,7 +110,47 @@ class ExtractParams(_Section):
 class VocabParams(_Section):
     """The draft vocabulary."""
 
-    draft_vocab_size: int = Field(gt=0)
+    draft_vocab_size: int | None = Field(gt=0, description="null: the target's whole vocabulary")
+
+
+# Numbers of each kind of rotary embedding that transformers (training) and vLLM (serving) compute alike: needed, possible.
+# Kinds that change with the length of the text (dynamic, longrope) are not: the two take their factors by other rules.
+ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+}
+
+
+class RopeParams(_Section):
+    """Rotary parameters of the draft head, by the names that transformers and vLLM have for them."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(description="the kind of rotary embedding")
+    rope_theta: float = Field(gt=0, description="base of the wavelengths")
+    factor: float | None = Field(None, ge=1, description="how many times longer the context became")
+    original_max_position_embeddings: int | None = Field(None, gt=0, description="context before that, in tokens")
+    low_freq_factor: float | None = Field(None, gt=0, description="llama3: where wavelengths are scaled wholly")
+    high_freq_factor: float | None = Field(None, gt=0, description="llama3: where they are not scaled")
+    beta_fast: float | None = Field(None, gt=0, description="yarn: turns from which a wavelength is not scaled")
+    beta_slow: float | None = Field(None, gt=0, description="yarn: turns below which it is scaled wholly")
+    mscale: float | None = Field(None, ge=0, description="yarn: scale of cosine and sine, numerator")
+    mscale_all_dim: float | None = Field(None, ge=0, description="yarn: the same, denominator")
+    attention_factor: float | None = Field(None, gt=0, description="yarn: that scale itself, instead of the two")
+    truncate: bool | None = Field(None, description="yarn: round the bounds of the ramp to whole dimensions")
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> RopeParams:
+        needed, possible = ROPE_NUMBERS[self.rope_type]
+        given = {name for name, value in self if value is not None} - {"rope_type", "rope_theta"}
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"{self.rope_type} needs {', '.join(missing)}")
+        if strange := sorted(given - {*needed, *possible}):
+            raise ValueError(f"{self.rope_type} has no {', '.join(strange)}")
+        return self
 
 
 class DraftParams(_Section):
@@ -119,7 +160,29 @@ class DraftParams(_Section):
     intermediate_size: int | None = Field(None, description="default: the target's")
     norm_before_residual: bool = True
     norm_before_fc: bool = True
+    fc_norm: bool = Field(False, description="a norm for each auxiliary layer; excludes norm_before_fc")
     norm_output: bool = True
+    sliding_window: int | None = Field(None, gt=0, description="positions that attention sees; null: all before")
+    train_embeddings: bool = Field(False, description="train a copy of the target's embeddings with the head")
+    rope: RopeParams | None = Field(None, description="rotary parameters; null: the target's")
+    init_from: str | None = Field(
+        None, description="drafter to start from: a local directory or a hub id, with safetensors; null: start afresh"
+    )
+    init_revision: str | None = Field(
+        None, description="which content that is: commit of a hub id (40 hex digits), hash of a directory's weights"
+    )
+
+    @model_validator(mode="after")
+    def _one_norm(self) -> DraftParams:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; set one of them to false")
+        return self
+
+    @model_validator(mode="after")
+    def _one_drafter(self) -> DraftParams:
+        if self.init_revision is not None and self.init_from is None:
+            raise ValueError("init_revision says the content of init_from, which is not set")
+        return self
 
 
 class TrainParams(_Section):
@@ -130,26 +193,92 @@ class TrainParams(_Section):
     warmup_share: float = Field(0.05, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
-    tokens_per_step: int = Field(gt=0, description="tokens in one packed batch")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="`muon`: Muon for the head's matrices, AdamW for the rest; `lr` serves both"
+    )
+    schedule: Literal["cosine", "wsd", "linear"] = Field(
+        "cosine", description="course of the rate behind the warm-up; `wsd` holds it, then lets it fall linearly"
+    )
+    decay_share: float = Field(0.2, gt=0, le=1, description="share of the steps in which `wsd` lets the rate fall")
+    tokens_per_step: int = Field(gt=0, description="global batch: tokens in one optimiser step, over all ranks")
+    tokens_per_pack: int | None = Field(
+        None, gt=0, description="tokens that a rank computes at once; default: those of a step"
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="`skip`: leave a step out whose loss or gradient is not finite, and go on"
+    )
+    max_skipped: int = Field(3, ge=1, description="steps left out in a row from which training stops all the same")
+    patience: int | None = Field(
+        None, ge=1, description="stop after so many epochs without a greater held-out acceptance length"
+    )
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(1.0, gt=0, le=1)
-    loss: Literal["kl_div", "ce", "tv", "lk_hybrid"] = "kl_div"
+    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     autocast: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="compute type; master weights stay float32"
     )
     seed: int = 0
 
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of one packed batch."""
+        return self.tokens_per_pack or self.tokens_per_step
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packed batches of one optimiser step, whatever the number of ranks."""
+        return -(-self.tokens_per_step // self.pack_tokens)
+
+    @model_validator(mode="after")
+    def _pack_fits(self) -> TrainParams:
+        if self.pack_tokens > self.tokens_per_step:
+            raise ValueError(
+                f"tokens_per_pack ({self.tokens_per_pack}) must not exceed tokens_per_step ({self.tokens_per_step})"
+            )
+        return self
+
+
+class ReferenceParams(_Section):
+    """A published drafter that the trained head is held against."""
+
+    name: str = Field(pattern="^[a-z][a-z0-9-]*$", description="what it is called in metrics")
+    source: str = Field(description="a local directory, or a Hugging Face hub id")
+    revision: str | None = Field(None, description="commit of a hub id")
+    method: Literal["eagle", "eagle3", "draft_model"] = Field("eagle3", description="vLLM's name for its kind")
+
 
 class BenchmarkParams(_Section):
-    """Serving with vLLM: plain, n-gram and the trained head."""
+    """Serving with vLLM: plain, n-gram, other drafters, and the trained head. The main figures: the first of each list."""
 
-    num_speculative_tokens: int = Field(3, ge=1)
+    num_speculative_tokens: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=lambda: [3], min_length=1, description="draft tokens a step (k), each measured"
+    )
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field(
+        min_length=1, description="prompts that are served at a time, each measured"
+    )
+    repeats: int = Field(3, ge=1, description="times that all is served, by turns; with one, speed has no interval")
     ngram_lookup_min: int = Field(2, ge=1, description="shortest n-gram that is looked up")
-    ngram_lookup_max: int = Field(4, ge=1)
-    max_tokens: int = Field(gt=0)
-    concurrency: int = Field(ge=1)
+    ngram_lookup_max: int = Field(4, ge=1, description="longest n-gram that is looked up")
+    suffix: bool = Field(False, description="measure suffix decoding too; it needs the package arctic-inference")
+    references: list[ReferenceParams] = Field(
+        default_factory=list, description="published drafters to measure on the same prompts"
+    )
+    max_tokens: int = Field(gt=0, description="longest answer in tokens")
     heldout_prompts: int = Field(ge=1, description="validation prompts that are served")
     prompts_per_set: int = Field(ge=0, description="prompts of each benchmark set that are served")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> BenchmarkParams:
+        for name in ("num_speculative_tokens", "concurrency"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name} must be distinct numbers, got {getattr(self, name)}")
+        names = [reference.name for reference in self.references]
+        taken = [n for n in names if names.count(n) > 1 or n in ("plain", "ngram", "suffix", "eagle3", *_NOT_METHODS)]
+        if taken:
+            raise ValueError(f"references: {taken[0]} is the name of something else; choose another")
+        if self.ngram_lookup_min > self.ngram_lookup_max:
+            raise ValueError("ngram_lookup_min must not be larger than ngram_lookup_max")
+        return self
 
 
 class Profile(_Section):
@@ -181,6 +310,14 @@ class Machine(_Section):
         ),
     ] = None
 
+    benchmark_engines: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="engines that the benchmark keeps at a time and serves by turns; default: all on a CPU, one on GPUs, which it fills",
+        ),
+    ] = None
+
     endpoint: Annotated[
         str | None,
         Field(
@@ -189,6 +326,27 @@ class Machine(_Section):
     ] = None
     endpoint_concurrency: Annotated[int, Field(ge=1, description="requests at a time")] = 64
     endpoint_timeout_s: Annotated[float, Field(gt=0, description="longest wait for one answer")] = 600.0
+
+    train_ranks: Annotated[
+        int | None,
+        Field(ge=1, description="processes that train together; default: the visible GPUs, one without a GPU"),
+    ] = None
+    train_sharding: Annotated[
+        Literal["ddp", "fsdp"],
+        Field(description="`fsdp`: ranks share weights and moments out, for heads that one GPU cannot hold"),
+    ] = "ddp"
+    checkpoint_minutes: Annotated[float, Field(gt=0, description="longest time between checkpoints")] = 5.0
+    checkpoint_steps: Annotated[
+        int | None, Field(ge=1, description="write a checkpoint every so many steps as well")
+    ] = None
+    checkpoints_kept: Annotated[int, Field(ge=1, description="newest checkpoints that are kept")] = 2
+    peak_tflops: Annotated[
+        float | None, Field(gt=0, description="bfloat16 peak of a GPU, for the share that is used; known for some")
+    ] = None
+    track: Annotated[
+        list[Literal["dvclive", "tensorboard", "wandb"]],
+        Field(description="where the series of the training go while it runs; packages are installed separately"),
+    ] = []
 
     @property
     def shard_processes(self) -> int:

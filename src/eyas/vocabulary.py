@@ -52,15 +52,16 @@ def count_tokens(rows: Iterable[tuple[Sequence[int], Sequence[bool]]], vocab_siz
     return counts_V
 
 
-def choose(counts_V: np.ndarray, size: int, always: Sequence[int]) -> DraftVocabulary:
+def choose(counts_V: np.ndarray, size: int | None, always: Sequence[int]) -> DraftVocabulary:
     """Special tokens, then the most frequent (lower id first among equals), in the order of their target ids.
 
-    Where fewer tokens occur than fit, the lowest unused ids fill the rest.
+    Where fewer tokens occur than fit, the lowest unused ids fill the rest. Without a size, every token of the target's.
 
     Raises:
         EyasError: the draft vocabulary would be larger than the target's, or smaller than the special tokens.
     """
     vocab_size = len(counts_V)
+    size = vocab_size if size is None else size
     if size > vocab_size:
         raise EyasError(
             f"vocab.draft_vocab_size is {size}, but the target has only {vocab_size} tokens; set at most that"

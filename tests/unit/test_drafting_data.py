@@ -259,7 +259,7 @@ def test_to_a_gpu_two_batches_go_ahead_from_pinned_buffers(tmp_path: Path, monke
             raise EyasError("stopped")
     assert not gpu.pinned
     refusing = _Gpu(monkeypatch, refuse=True)
-    with pytest.raises(EyasError, match=r"cannot pin.*tokens_per_step"):
+    with pytest.raises(EyasError, match=r"cannot pin.*tokens_per_pack"):
         with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2):
             pass
     assert not refusing.copied

@@ -15,9 +15,13 @@ import torch
 from safetensors.torch import load_file
 from speculators.model import SpeculatorModel
 
+from eyas.drafting.data import TrainingData
+from eyas.drafting.gradients import Together
 from eyas.drafting.heads import export
+from eyas.drafting.heldout import Heldout
+from eyas.drafting.optimizing import learning_rate
 from eyas.drafting.records import Training, epochs_csv, steps_csv, train_metrics
-from eyas.drafting.training import TrainingData, fit, learning_rate
+from eyas.drafting.training import fit
 from eyas.errors import EyasError
 from eyas.params import TrainParams
 from eyas.targets.head import load_head
@@ -56,19 +60,18 @@ def test_frozen_weights_stay(tmp_path: Path) -> None:
 
 
 def test_best_epoch_is_kept_by_acceptance_not_by_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyas.drafting import training as module
     from eyas.drafting.acceptance import Acceptance
 
     case = make_case(tmp_path, rows=4)
     figures = iter([(3.0, 1.2), (2.0, 1.6), (1.0, 1.4)])
     states = []
 
-    def evaluate(_self: object, model: torch.nn.Module, _stop: object) -> tuple[float, Acceptance]:
-        states.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    def evaluate(_self: object, head: Together, _stop: object) -> tuple[float, Acceptance]:
+        states.append({n: p.detach().clone() for n, p in head.model.named_parameters()})
         loss, length = next(figures)
         return loss, Acceptance([length - 1], length, length, length, 1)
 
-    monkeypatch.setattr(module._Heldout, "evaluate", evaluate)
+    monkeypatch.setattr(Heldout, "evaluate", evaluate)
     training = _fit(case)
     assert training.best.epoch == 2
     assert all(torch.equal(p, states[1][n]) for n, p in case.model.named_parameters())

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,8 +81,9 @@ class AcceptanceCounter:
 
     def __init__(self, depths: int) -> None:
         self._depths = depths
-        self._alive: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(depths))
-        self._hits: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(depths))
+        nothing = partial(np.zeros, depths)  # by name, so that ranks can send it
+        self._alive: dict[str, np.ndarray] = defaultdict(nothing)
+        self._hits: dict[str, np.ndarray] = defaultdict(nothing)
         self._steps = 0
 
     def add(self, batch: Batch, plan: Plan, target_ids_KN: np.ndarray, choice: TargetChoice) -> None:
@@ -101,6 +103,13 @@ class AcceptanceCounter:
             for first, end in _turns(mask_T[start : start + length]):
                 self._walk(row.conversation_id, start + first, start + end, drafted_KT, ids_T, choice)
             start += length
+
+    def merge(self, other: AcceptanceCounter) -> None:
+        """Add what another one has counted."""
+        for own, found in ((self._alive, other._alive), (self._hits, other._hits)):
+            for name, values in found.items():
+                own[name] += values
+        self._steps += other._steps
 
     def _walk(
         self, conversation: str, slot: int, end: int, drafted_KT: np.ndarray, ids_T: np.ndarray, choice: TargetChoice

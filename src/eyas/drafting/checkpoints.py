@@ -1,4 +1,4 @@
-"""Checkpoints of one training in its scratch folder: whole or absent, checked when read, the last two kept.
+"""Checkpoints of one training in its scratch folder: whole or absent, checked when read, the last few kept.
 
 Takes tensors and a JSON-able value by name; gives the newest that is undamaged. Names sort as the training goes on. A
 checkpoint is a folder of ``tensors.safetensors``, ``state.json`` and ``checksums.json``, the SHA-256 of the other two.
@@ -22,21 +22,25 @@ from eyas.errors import EyasError
 from eyas.files import atomic_directory, file_sha256, write_json_atomic
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
-_KEPT = 2  # one to fall back to where the newest is damaged
-_SECONDS = 300.0  # that a kill costs at most, as long as writing is quick
 _WORK_BY_WRITING = 20.0  # the heads of wide targets take many seconds to write; training keeps 95 % of the time
 
 
 class Checkpoints:
     """The checkpoints of one training. One process has them at a time (the stage's lock sees to that)."""
 
-    def __init__(self, work: Path, identity: str) -> None:
+    def __init__(
+        self, work: Path, identity: str, kept: int = 2, minutes: float = 5.0, steps: int | None = None
+    ) -> None:
         """Open ``work/<identity>``, and remove what else is in ``work``: trainings that are no longer asked for.
 
         Args:
             work: scratch of the stage; owned by nobody else.
             identity: of the training, a hash.
+            kept: the newest that are kept; one to fall back to where the newest is damaged.
+            minutes: that a kill costs at most, as long as writing is quick.
+            steps: that a kill costs at most, however long writing takes; None for no such limit.
         """
+        self._kept, self._seconds, self._steps, self._taken = kept, 60.0 * minutes, steps, 0
         self.folder = work / identity
         others = [path for path in work.iterdir() if path != self.folder] if work.is_dir() else []
         if others:
@@ -48,10 +52,12 @@ class Checkpoints:
             shutil.rmtree(path)
         self._written, self._took = time.monotonic(), 0.0
 
-    @property
     def due(self) -> bool:
-        """Whether it is time for another one."""
-        return time.monotonic() - self._written >= max(_SECONDS, _WORK_BY_WRITING * self._took)
+        """Whether it is time for another one; ask once a step."""
+        self._taken += 1
+        if self._steps is not None and self._taken >= self._steps:
+            return True
+        return time.monotonic() - self._written >= max(self._seconds, _WORK_BY_WRITING * self._took)
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], state: Any) -> None:
         """Write a checkpoint, then remove the oldest; nothing is done where one of that name is there.
@@ -73,20 +79,20 @@ class Checkpoints:
                 ) from None
             (folder / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             write_json_atomic(folder / _CHECKSUMS, {file: file_sha256(folder / file) for file in (_TENSORS, _STATE)})
-        for path in self._all()[:-_KEPT]:
+        for path in self._all()[: -self._kept]:
             shutil.rmtree(path)
-        self._written = time.monotonic()
+        self._written, self._taken = time.monotonic(), 0
         self._took = self._written - began
 
-    def newest(self) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """Tensors (on the CPU, mapped from the file) and state of the newest undamaged checkpoint; None without any.
+    def newest(self) -> Path | None:
+        """The newest undamaged checkpoint, for `load_checkpoint`; None without any.
 
         A damaged one is named on the console and removed.
         """
         for path in reversed(self._all()):
             fault = _fault(path)
             if fault is None:
-                return load_file(path / _TENSORS), json.loads((path / _STATE).read_bytes())
+                return path
             console.print(f"{escape(str(path))}: a damaged checkpoint is passed over and removed: {escape(fault)}")
             shutil.rmtree(path)
         return None
@@ -94,6 +100,11 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         """From the oldest to the newest."""
         return sorted(path for path in self.folder.glob("[!.]*"))
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors (on the CPU, mapped from the file) and state of an undamaged checkpoint."""
+    return load_file(path / _TENSORS), json.loads((path / _STATE).read_bytes())
 
 
 def _fault(path: Path) -> str | None:

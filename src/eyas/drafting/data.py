@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eyas.errors import EyasError
 from eyas.store.batches import PackedBatches
 from eyas.store.feed import BatchFeed, FedBatch
+from eyas.store.reader import StoreReader
 from eyas.tables import PROBE
 
 _DEVICE_BATCHES_AHEAD = 2
@@ -60,6 +61,16 @@ class Batch:
     positions_T: torch.Tensor  # int64, from 1 in each row
     lengths: list[int]
     rows: list[TokenRow]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a head is trained and judged on, and how many processes read it."""
+
+    reader: StoreReader
+    train: Sequence[TokenRow]
+    heldout: Sequence[TokenRow]
+    workers: int
 
 
 def token_rows(table: Sequence[dict[str, Any]], split: str, key_of: Callable[[Sequence[int]], str]) -> list[TokenRow]:
@@ -156,7 +167,7 @@ class _Pinned:
         if code:
             raise EyasError(
                 f"CUDA cannot pin {buffer.nbytes >> 20} MiB of main memory (error {code}): free some, "
-                "or lower train.tokens_per_step"
+                "or lower train.tokens_per_pack"
             )
         self._buffers.append(buffer)
 

@@ -11,6 +11,7 @@ h attention heads, k key-value heads, g heads a key-value head, d head size, A a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eyas.drafting.data import Batch
+from eyas.drafting.flash import chain_attention, flash_serves
+from eyas.drafting.fused import on_device, take
+from eyas.targets.head import soft_capped
 
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 # speculators divides by the count plus this
@@ -36,8 +40,16 @@ class Plan:
     label_slots: torch.Tensor  # slots whose teacher is asked, ascending
     rows: list[torch.Tensor]  # by depth: the active row that predicts a label ...
     labels: list[torch.Tensor]  # ... and which of `label_slots` it is, ascending
+    planned_labels: list[torch.Tensor]  # the same on the CPU, where chunks are cut without waiting for the device
     active_lengths: list[int]  # active slots of each document
     blocked: list[torch.Tensor]  # bool [active, slots] of each document: keys in the future
+    slots: int  # of the batch
+    places: list[torch.Tensor]  # the active slots of each document, counted from its start
+
+    @property
+    def all_active(self) -> bool:
+        """Whether no slot is left out."""
+        return len(self.active_N) == self.slots
 
 
 def make_plan(batch: Batch, depths: int) -> Plan:
@@ -53,17 +65,29 @@ def make_plan(batch: Batch, depths: int) -> Plan:
     active_N = slots[active_T]
     row_of_T = active_T.cumsum(0) - 1
     label_of_T = mask_T.cumsum(0) - 1
-    rows, labels = [], []
+    rows, labels, planned = [], [], []
     for depth in range(depths):
         source = slots[counts_KT[depth]]
         rows.append(row_of_T[source].to(device))
-        labels.append(label_of_T[source + depth].to(device))
-    active_lengths, blocked = [], []
+        planned.append(label_of_T[source + depth])
+        labels.append(planned[-1].to(device))
+    active_lengths, blocked, places = [], [], []
     for start, length in zip(_starts(batch.lengths), batch.lengths, strict=True):
         own = slots[start : start + length][active_T[start : start + length]]
         active_lengths.append(len(own))
+        places.append((own - start).to(device))
         blocked.append(torch.arange(start, start + length, device=device)[None] > own.to(device)[:, None])
-    return Plan(active_N.to(device), slots[mask_T].to(device), rows, labels, active_lengths, blocked)
+    return Plan(
+        active_N.to(device),
+        slots[mask_T].to(device),
+        rows,
+        labels,
+        planned,
+        active_lengths,
+        blocked,
+        len(mask_T),
+        places,
+    )
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -84,8 +108,13 @@ def _attend(
     lengths: list[int],
     plan: Plan | None,
     scaling: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Attention document by document: to depth 0's keys up to the query's slot, and to the query's own later keys.
+
+    A window counts positions back from the query's own, as vLLM serves it: at depth d a query is d positions past its slot,
+    so that each depth leaves one more of depth 0's keys behind, and at last the chain's first ones. speculators' forward
+    leaves the window where depth 0 had it, and its heads see up to d keys that serving does not show them.
 
     Args:
         q_hNd: queries at active slots, or at all slots without a plan.
@@ -95,10 +124,23 @@ def _attend(
         lengths: slots of each document.
         plan: which slots are active.
         scaling: of the scores.
+        window: positions that a query sees, its own included; None for all.
 
     Returns:
         [N, h * d].
     """
+    left = None if window is None else window - 1 - len(own)
+    if flash_serves(q_hNd, values_kTd) and (left is None or left >= 0):
+        return chain_attention(
+            q_hNd.transpose(0, 1),
+            keys_kTd.transpose(0, 1),
+            values_kTd.transpose(0, 1),
+            plan.active_N if plan and not plan.all_active else None,
+            [(key.transpose(0, 1), value.transpose(0, 1)) for key, value in own],
+            lengths,
+            scaling,
+            left,
+        )
     kv_heads, size = keys_kTd.shape[0], keys_kTd.shape[-1]
     queries = plan.active_lengths if plan else lengths
     q_kgNd = (q_hNd * scaling).unflatten(0, (kv_heads, -1))
@@ -118,8 +160,14 @@ def _attend(
             blocked = plan.blocked[document]
         else:
             blocked = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            places = plan.places[document] if plan else torch.arange(count, device=q.device)
+            newest_gone = places + len(own) - window
+            blocked = blocked | (torch.arange(keys.shape[1], device=q.device) <= newest_gone[:, None])
         scores = torch.bmm(q.reshape(kv_heads, groups * count, size), keys.transpose(1, 2))
         scores = scores.unflatten(1, (groups, count)).masked_fill(blocked, -torch.inf)
+        gone = 0 if window is None else max(0, len(own) - window)
+        later = later[2 * gone :]
         extra = [(q * key[:, None]).sum(-1, keepdim=True) for key in later[::2]]
         weights = torch.softmax(torch.cat([scores, *extra], -1), -1).to(values.dtype)
         past = weights[..., : keys.shape[1]]
@@ -148,6 +196,7 @@ def _layer(
     lengths: list[int],
     plan: Plan,
     queries: torch.Tensor | None,
+    window: int | None,
 ) -> tuple[torch.Tensor, _LayerCache]:
     """One decoder layer.
 
@@ -160,7 +209,29 @@ def _layer(
         lengths: slots of each document.
         plan: of the batch.
         queries: at depth 0, the slots that go on; None for all. Keys are made at all slots.
+        window: of the layer's attention.
     """
+    attention = layer.self_attn
+    device = hidden.device
+    residual, asked, keys, values = on_device(_keys, device)(layer, hidden, embeds, *rotary)
+    if queries is not None:
+        residual, asked = take(residual, queries), take(asked, queries)
+        rotary = (rotary[0][queries], rotary[1][queries])
+    q = on_device(_queries, device)(attention, asked, *rotary)
+    if cache is None:
+        cache = _LayerCache(keys, values, [])
+        within = plan if queries is not None else None
+    else:
+        cache.own.append((keys, values))
+        within = plan
+    mixed = _attend(q, cache.keys_kTd, cache.values_kTd, cache.own, lengths, within, attention.scaling, window)
+    return on_device(_finish, device)(layer, residual, mixed), cache
+
+
+def _keys(
+    layer: Any, hidden: torch.Tensor, embeds: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Residual, what queries are made of, rotated keys [k, T, d], and values."""
     attention = layer.self_attn
     if embeds is None:
         residual, normed = hidden, layer.input_layernorm(hidden)
@@ -168,24 +239,37 @@ def _layer(
         normed_hidden = layer.hidden_norm(hidden)
         residual = normed_hidden if layer.norm_before_residual else hidden
         normed = torch.cat([layer.input_layernorm(embeds), normed_hidden], -1)
-    cos, sin = rotary
     keys, values = (_heads(p(normed), attention.head_dim) for p in (attention.k_proj, attention.v_proj))
-    if queries is not None:
-        residual, asked, q_cos, q_sin = residual[queries], normed[queries], cos[queries], sin[queries]
-    else:
-        asked, q_cos, q_sin = normed, cos, sin
-    q = _heads(attention.q_proj(asked), attention.head_dim)
-    q = apply_rotary_pos_emb(q[None], q[None, :1], q_cos[None], q_sin[None])[0][0]
-    keys = apply_rotary_pos_emb(keys[None], keys[None, :1], cos[None], sin[None])[0][0]
-    if cache is None:
-        cache = _LayerCache(keys, values, [])
-        within = plan if queries is not None else None
-    else:
-        cache.own.append((keys, values))
-        within = plan
-    mixed = _attend(q, cache.keys_kTd, cache.values_kTd, cache.own, lengths, within, attention.scaling)
-    hidden = residual + attention.o_proj(mixed)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), cache
+    return residual, normed, _rotated(keys, cos, sin), values
+
+
+def _queries(attention: Any, asked: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotated queries [h, N, d]."""
+    return _rotated(_heads(attention.q_proj(asked), attention.head_dim), cos, sin)
+
+
+def _rotated(x_hTd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotated: torch.Tensor = apply_rotary_pos_emb(x_hTd[None], x_hTd[None, :1], cos[None], sin[None])[0][0]
+    return rotated
+
+
+def _finish(layer: Any, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """What follows attention in a layer."""
+    hidden = residual + layer.self_attn.o_proj(mixed)
+    finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return finished
+
+
+def _projected(model: Any, aux_TA: torch.Tensor) -> torch.Tensor:
+    """The target's auxiliary states as the first layer takes them."""
+    aux_TA = aux_TA.to(model.fc.weight.dtype)
+    if model.input_norm is not None:
+        aux_TA = model.input_norm(aux_TA)
+    if model.fc_norm is not None:
+        parts = aux_TA.chunk(len(model.fc_norm), -1)
+        aux_TA = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], -1)
+    projected: torch.Tensor = model.fc(aux_TA)
+    return projected
 
 
 def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
@@ -194,10 +278,8 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
     Each depth is fed the text's own tokens and the state that the depth before gave: after the final norm where the head
     has `norm_output`, before it otherwise, as vLLM does.
     """
-    aux_TA = batch.aux_TA.to(model.fc.weight.dtype)
-    if model.input_norm is not None:
-        aux_TA = model.input_norm(aux_TA)
-    hidden = model.fc(aux_TA)
+    device = batch.aux_TA.device
+    hidden = on_device(_projected, device)(model, batch.aux_TA)
     caches: list[_LayerCache | None] = [None] * len(model.layers)
     outputs = []
     for depth in range(depths):
@@ -211,15 +293,21 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
         embeds: torch.Tensor | None = model.embed_tokens(ids)
         for index, layer in enumerate(model.layers):
             last = index == len(model.layers) - 1
-            queries = plan.active_N if depth == 0 and last else None
+            queries = plan.active_N if depth == 0 and last and not plan.all_active else None
+            window = model.sliding_window if index in model.sliding_window_indices else None
             hidden, caches[index] = _layer(
-                layer, caches[index], hidden, embeds, (cos, sin), batch.lengths, plan, queries
+                layer, caches[index], hidden, embeds, (cos, sin), batch.lengths, plan, queries, window
             )
             embeds = None
-        normed = model.norm(hidden)
+        normed = on_device(_normed, device)(model.norm, hidden)
         outputs.append(normed)
         hidden = normed if model.config.norm_output else hidden
     return torch.stack(outputs)
+
+
+def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    normed: torch.Tensor = norm(hidden)
+    return normed
 
 
 class _Precomputed(torch.autograd.Function):
@@ -243,26 +331,48 @@ class HeadLoss:
     loss: torch.Tensor
     by_depth_K: torch.Tensor  # float32, undecayed
     draft_ids_KN: torch.Tensor  # int64, most likely draft token; -1 where a depth has no label
+    hits_K: torch.Tensor  # float32, labels whose most likely draft token is the target's own
 
 
-def _kl_rows(
-    logits_MV: torch.Tensor, teacher_MV: torch.Tensor, teacher_entropy_M: torch.Tensor, weight: float, gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """KL divergence by row, most likely tokens, and the weighted gradient by the logits.
+def _taught(teacher_CV: torch.Tensor, best_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's probabilities and their entropy by row.
 
     The log-partition comes out of the softmax at its largest entry; `torch.logsumexp` takes ten times as long on a CPU.
     """
+    best_logit_C = teacher_CV.gather(-1, best_C1)[:, 0]
+    probabilities_CV = torch.softmax(teacher_CV, -1)
+    partition_C = best_logit_C - probabilities_CV.gather(-1, best_C1)[:, 0].log()
+    return probabilities_CV, partition_C - (probabilities_CV * teacher_CV).sum(-1)
+
+
+def _kl_rows(
+    logits_MV: torch.Tensor,
+    teacher_MV: torch.Tensor,
+    teacher_entropy_M: torch.Tensor,
+    weight: torch.Tensor,
+    gradient: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """KL divergence by row, most likely tokens, and the weighted gradient by the logits, in the type of the output head."""
+    logits_MV = logits_MV.float()
     best_M1 = logits_MV.argmax(-1, keepdim=True)
     cross_M = (teacher_MV * logits_MV).sum(-1)
     best_logit_M = logits_MV.gather(-1, best_M1)[:, 0]
     drafted_MV = torch.softmax(logits_MV, -1)
     partition_M = best_logit_M - drafted_MV.gather(-1, best_M1)[:, 0].log()
     loss_M = partition_M - cross_M - teacher_entropy_M
-    return loss_M, best_M1[:, 0], drafted_MV.sub_(teacher_MV).mul_(weight) if gradient else None
+    return loss_M, best_M1[:, 0], drafted_MV.sub_(teacher_MV).mul_(weight).to(dtype) if gradient else None
 
 
 def head_loss(
-    model: Eagle3DraftModel, states_KNH: torch.Tensor, batch: Batch, plan: Plan, loss: str, decay: float, gradient: bool
+    model: Eagle3DraftModel,
+    states_KNH: torch.Tensor,
+    batch: Batch,
+    plan: Plan,
+    loss: str,
+    decay: float,
+    gradient: bool,
+    label_counts_K: Sequence[int] | None = None,
 ) -> HeadLoss:
     """Loss of every depth against the target's own distribution over the draft vocabulary.
 
@@ -277,31 +387,31 @@ def head_loss(
         loss: a name that speculators knows.
         decay: weight of a depth by the one before.
         gradient: whether the loss is to be differentiated by the states.
+        label_counts_K: labels that each depth's loss is the mean over, where the batch is a part of a step; default: its own.
     """
     depths, active = states_KNH.shape[:2]
     device, weight_VH = states_KNH.device, model.lm_head.weight
+    if torch.is_autocast_enabled(device.type):  # autocast itself would convert a frozen weight at each use
+        weight_VH = weight_VH.to(torch.get_autocast_dtype(device.type))
     loss_function = None if loss == "kl_div" else resolve_loss_config(loss, "eager")[loss][0]
-    by_depth_K = torch.zeros(depths, device=device)
+    by_depth_K, hits_K = torch.zeros(depths, device=device), torch.zeros(depths, device=device)
     draft_ids_KN = torch.full((depths, active), -1, dtype=torch.long, device=device)
     gradient_KNH = torch.zeros_like(states_KNH) if gradient else states_KNH.new_zeros(0)
-    scales = [1.0 / (len(rows) + _REDUCTION_EPS) for rows in plan.rows]
+    counts_K = label_counts_K if label_counts_K is not None else [len(rows) for rows in plan.rows]
+    scales = [1.0 / (count + _REDUCTION_EPS) for count in counts_K]
     total = len(plan.label_slots)
     parts = max(1, -(-total * 4 * weight_VH.shape[0] // _CHUNK_BYTES[device.type]))
     chunk = -(-total // parts)
     bounds = torch.arange(0, total + chunk, chunk)
-    cuts = [torch.searchsorted(labels.cpu(), bounds).tolist() for labels in plan.labels]
+    cuts = [torch.searchsorted(labels, bounds).tolist() for labels in plan.planned_labels]
     with torch.no_grad():
         for number, first in enumerate(range(0, total, chunk)):
             final_CH = model.verifier_norm(batch.final_TH[plan.label_slots[first : first + chunk]].float())
-            teacher_CV = model.verifier_lm_head(final_CH).float()
+            teacher_CV = soft_capped(model.verifier_lm_head(final_CH).float(), getattr(model, "teacher_softcap", None))
             entropy_C = torch.zeros(len(teacher_CV), device=device)
+            best_C1 = teacher_CV.argmax(-1, keepdim=True)
             if loss_function is None:
-                best_C1 = teacher_CV.argmax(-1, keepdim=True)
-                best_logit_C = teacher_CV.gather(-1, best_C1)[:, 0]
-                probabilities_CV = torch.softmax(teacher_CV, -1)
-                partition_C = best_logit_C - probabilities_CV.gather(-1, best_C1)[:, 0].log()
-                entropy_C = partition_C - (probabilities_CV * teacher_CV).sum(-1)
-                teacher_CV = probabilities_CV
+                teacher_CV, entropy_C = on_device(_taught, device)(teacher_CV, best_C1)
             for depth in range(depths):
                 here = slice(cuts[depth][number], cuts[depth][number + 1])
                 rows_M, labels_M = plan.rows[depth][here], plan.labels[depth][here] - first
@@ -309,26 +419,32 @@ def head_loss(
                     continue
                 whole = len(labels_M) == len(teacher_CV)
                 teacher_MV = teacher_CV if whole else teacher_CV[labels_M]
-                logits_MV = functional.linear(states_KNH[depth, rows_M], weight_VH).float()
+                logits_MV = functional.linear(states_KNH[depth, rows_M], weight_VH)
                 scale = scales[depth] * decay**depth
                 if loss_function is None:
                     entropy_M = entropy_C if whole else entropy_C[labels_M]
-                    loss_M, best_M, slope_MV = _kl_rows(logits_MV, teacher_MV, entropy_M, scale, gradient)
+                    weight = torch.tensor(scale, device=device)  # a number would have the compiler start anew for each
+                    loss_M, best_M, slope_MV = on_device(_kl_rows, device)(
+                        logits_MV, teacher_MV, entropy_M, weight, gradient, weight_VH.dtype
+                    )
                 else:
+                    logits_MV = logits_MV.float()
                     best_M = logits_MV.argmax(-1)
                     with torch.enable_grad():
                         logits_MV.requires_grad_(gradient)
                         loss_M = loss_function(logits_MV[None], teacher_MV[None])[0]
                         slope_MV = torch.autograd.grad(loss_M.sum() * scale, logits_MV)[0] if gradient else None
                 by_depth_K[depth] += loss_M.detach().sum() * scales[depth]
-                draft_ids_KN[depth, rows_M] = best_M
+                draft_ids_KN[depth].index_copy_(0, rows_M, best_M)
+                hits_K[depth] += (best_M == best_C1[labels_M, 0]).sum()
                 if slope_MV is not None:
-                    gradient_KNH[depth, rows_M] = functional.linear(slope_MV, weight_VH.T).to(gradient_KNH.dtype)
+                    pulled_MH = functional.linear(slope_MV, weight_VH.T).to(gradient_KNH.dtype)
+                    gradient_KNH[depth].index_copy_(0, rows_M, pulled_MH)
     weights_K = decay ** torch.arange(depths, device=device)
     value = (by_depth_K * weights_K).sum()
     if gradient:
         value = _Precomputed.apply(states_KNH, value, gradient_KNH)  # type: ignore[no-untyped-call]
-    return HeadLoss(value, by_depth_K, draft_ids_KN)
+    return HeadLoss(value, by_depth_K, draft_ids_KN, hits_K)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

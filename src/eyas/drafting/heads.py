@@ -17,6 +17,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
+from eyas.drafting.rope import attention_shape, head_rope
 from eyas.errors import EyasError
 from eyas.params import DraftParams
 from eyas.targets.head import load_head, load_tensor
@@ -27,30 +28,24 @@ _FIRST_NORM_SCALE = 0.3
 _TEACHER = ("verifier_lm_head.", "verifier_norm.")
 
 
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    """The target's rotary parameters in the one form that transformers 5 and vLLM both read."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", text.get("rope_theta", 10000.0))
-    return rope
-
-
-def _decoder_config(text: dict[str, Any], params: DraftParams) -> LlamaConfig:
-    """A Llama decoder with the target's width, attention heads and rotary parameters; vLLM serves this family."""
-    heads = text["num_attention_heads"]
+def _decoder_config(text: dict[str, Any], params: DraftParams, where: Path) -> LlamaConfig:
+    """A Llama decoder with the target's width and attention heads; vLLM serves this family."""
+    heads, kv_heads, head_dim = attention_shape(text, where)
     config = LlamaConfig(
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         intermediate_size=params.intermediate_size or text["intermediate_size"],
         num_hidden_layers=params.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         hidden_act="silu",
         max_position_embeddings=text["max_position_embeddings"],
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        rope_parameters=_rope(text),
+        rope_parameters=head_rope(params.rope, text, params.sliding_window is not None, where),
         tie_word_embeddings=False,
+        sliding_window=params.sliding_window,
+        layer_types=["sliding_attention" if params.sliding_window else "full_attention"] * params.num_layers,
     )
     # speculators takes flex attention where nothing is set, and that needs a GPU
     config._attn_implementation = "eager"
@@ -79,7 +74,7 @@ def make_head(
         seed: of the random weights.
 
     Raises:
-        EyasError: the target lacks a tensor, or its sizes do not fit the vocabulary.
+        EyasError: the target lacks a tensor, its sizes do not fit the vocabulary, or the head cannot take its rope.
     """
     full = read_config(directory)
     text = full.get("text_config") or full
@@ -89,10 +84,12 @@ def make_head(
             f"{len(vocabulary.t2d_V)}; run the `vocab` stage again"
         )
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=_decoder_config(text, params),
+        transformer_layer_config=_decoder_config(text, params, directory / "config.json"),
         draft_vocab_size=len(vocabulary.d2t_D),
         norm_before_residual=params.norm_before_residual,
         norm_before_fc=params.norm_before_fc,
+        fc_norm=params.fc_norm,
+        embed_requires_grad=params.train_embeddings,
         norm_output=params.norm_output,
         eagle_aux_hidden_state_layer_ids=list(layers[:-1]),
         speculators_config=SpeculatorsConfig(
@@ -128,6 +125,7 @@ def _load_target(model: Eagle3DraftModel, directory: Path, t2d_V: torch.Tensor) 
     model.lm_head.weight.copy_(head_DH)
     model.verifier_lm_head.weight.copy_(head_DH)
     model.verifier_norm.weight.copy_(norm_H)
+    model.teacher_softcap = target.softcap
     unset = [name for name, tensor in model.named_parameters() if not tensor.isfinite().all()]
     if unset:
         raise EyasError(f"{directory}: not finite after loading: {', '.join(unset)}")

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.drafting.acceptance import Acceptance
 from eyas.drafting.data import TokenRow
+from eyas.drafting.gradients import full, like
+from eyas.drafting.optimizing import make_optimizers
 from eyas.drafting.records import EpochRecord, StepRecord
 from eyas.files import file_sha256, value_hash
 from eyas.params import TrainParams
 from eyas.store.batches import PackedBatches
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_OTHERS = ("weights", "best", "random")  # what is not a moment in a checkpoint
 _PACKAGES = ("speculators", "torch")
 
 
@@ -85,9 +88,8 @@ class TrainingState:
         self.step_seconds = self.waited_seconds = 0.0
         self._began = time.monotonic()
         self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self._weights.values(), lr=params.lr, betas=(0.9, 0.95), weight_decay=params.weight_decay, fused=True
-        )
+        self._params = params
+        self.optimizers = make_optimizers(self._weights, params)
         torch.manual_seed(params.seed)
 
     @property
@@ -96,9 +98,31 @@ class TrainingState:
         return len(self.epochs) + 1
 
     @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Those that are trained."""
+        return list(self._weights.values())
+
+    @property
+    def finished(self) -> bool:
+        """Whether no epoch is to come: all are done, or none was better for `patience` of them."""
+        patience = self._params.patience
+        stale = bool(self.epochs) and patience is not None and self.epochs[-1].epoch - self.best.epoch >= patience
+        return stale or self.epoch > self._params.epochs
+
+    @property
+    def position(self) -> int:
+        """Steps done of the epoch under way."""
+        return sum(record.epoch == self.epoch for record in self.steps)
+
+    @property
     def losses(self) -> list[float]:
-        """Of the steps of the epoch under way: as many as batches are done."""
-        return [record.loss for record in self.steps if record.epoch == self.epoch]
+        """Of the steps of the epoch under way that changed the weights."""
+        return [record.loss for record in self.steps if record.epoch == self.epoch and record.loss is not None]
+
+    @property
+    def skipped_in_row(self) -> int:
+        """Steps at the end that were left out."""
+        return sum(1 for _ in takewhile(lambda record: record.loss is None, reversed(self.steps)))
 
     @property
     def best(self) -> EpochRecord:
@@ -122,11 +146,12 @@ class TrainingState:
             self.best_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and moments in float32, the best epoch's weights, states of the random generators."""
-        named = {f"weights/{name}": weight.detach() for name, weight in self._weights.items()}
-        named |= {f"best/{name}": weight for name, weight in self.best_weights.items()}
+        """Weights and moments in float32, the best epoch's weights, states of the random generators; whole, so all ranks ask."""
+        named = {f"weights/{name}": full(weight.detach()) for name, weight in self._weights.items()}
+        named |= {f"best/{name}": full(weight) for name, weight in self.best_weights.items()}
         for name, weight in self._weights.items():
-            named |= {f"{key}/{name}": value for key, value in self.optimizer.state[weight].items()}
+            for optimizer in self.optimizers:
+                named |= {f"{key}/{name}": full(value) for key, value in optimizer.state.get(weight, {}).items()}
         named["random/cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             named["random/cuda"] = torch.cuda.get_rng_state(self._device)
@@ -136,7 +161,7 @@ class TrainingState:
         """The rest, JSON-able."""
         return {
             "epoch": self.epoch,
-            "position": len(self.losses),
+            "position": self.position,
             "steps": [vars(record) for record in self.steps],
             "epochs": [vars(record) | {"heldout": vars(record.heldout)} for record in self.epochs],
             "step_seconds": self.step_seconds,
@@ -148,19 +173,29 @@ class TrainingState:
         """Go back to what `tensors` and `records` gave, bit for bit."""
         with torch.no_grad():
             for name, weight in self._weights.items():
-                weight.copy_(tensors[f"weights/{name}"])
-        # copies in memory of their own: a mapped file's alignment may choose another kernel
-        moments = {
-            index: {key: tensors[f"{key}/{name}"].to(self._device, copy=True) for key in _MOMENTS}
-            for index, name in enumerate(self._weights)
-        }
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+                weight.copy_(like(tensors[f"weights/{name}"], weight))
+        names = {id(weight): name for name, weight in self._weights.items()}
+        kinds = {name.split("/", 1)[0] for name in tensors} - set(_OTHERS)
+        for optimizer in self.optimizers:
+            ordered = [weight for group in optimizer.param_groups for weight in group["params"]]
+            # copies in memory of their own: a mapped file's alignment may choose another kernel
+            moments = {
+                index: {
+                    kind: like(tensors[f"{kind}/{names[id(weight)]}"], weight)
+                    for kind in kinds
+                    if f"{kind}/{names[id(weight)]}" in tensors
+                }
+                for index, weight in enumerate(ordered)
+            }
+            optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         self.steps = [StepRecord(**record) for record in records["steps"]]
         self.epochs = [
             EpochRecord(**record | {"heldout": Acceptance(**record["heldout"])}) for record in records["epochs"]
         ]
         if self.epochs:
-            self.best_weights = {name: tensors[f"best/{name}"].to(self._device, copy=True) for name in self._weights}
+            self.best_weights = {
+                name: like(tensors[f"best/{name}"], weight).detach() for name, weight in self._weights.items()
+            }
         self.step_seconds, self.waited_seconds = records["step_seconds"], records["waited_seconds"]
         self._began -= records["seconds"]
         torch.set_rng_state(tensors["random/cpu"].clone())

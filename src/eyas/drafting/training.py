@@ -1,4 +1,4 @@
-"""Our own training loop, on the CPU or one GPU: float32 master weights, AdamW, warm-up and cosine, the best epoch kept.
+"""Our own training loop, on the CPU, one GPU or many: float32 master weights, a global batch, the best epoch kept.
 
 Takes a head and `TrainingData`; gives the head with the weights of the epoch that held-out acceptance chose, and
 the series of steps and epochs. Stopped or killed, it goes on from its last checkpoint and ends in the same bytes.
@@ -6,48 +6,39 @@ the series of steps and epochs. Stopped or killed, it goes on from its last chec
 
 from __future__ import annotations
 
-import math
 import os
-import signal
+import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
+from rich.markup import escape
 from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress, console
-from eyas.drafting.acceptance import Acceptance, AcceptanceCounter, TargetChoice, target_choice
-from eyas.drafting.checkpoints import Checkpoints
-from eyas.drafting.data import Batch, TokenRow, by_key, device_batches
-from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
-from eyas.drafting.records import EpochRecord, StepRecord, Training
+from eyas.drafting.checkpoints import Checkpoints, load_checkpoint
+from eyas.drafting.data import Batch, TrainingData, by_key, device_batches
+from eyas.drafting.flops import peak_flops
+from eyas.drafting.global_batch import Steps
+from eyas.drafting.gradients import Together, together
+from eyas.drafting.heldout import Heldout
+from eyas.drafting.optimizing import learning_rate
+from eyas.drafting.ranks import Ranks, training_device
+from eyas.drafting.records import StepRecord, Training, epoch_row, mean_epoch, step_row
 from eyas.drafting.state import TrainingState, training_identity
+from eyas.drafting.stepping import StepFigures, gradients
+from eyas.drafting.stopping import Stop, StopAsked
+from eyas.drafting.tracking import Trackers
 from eyas.errors import EyasError
-from eyas.params import TrainParams
+from eyas.params import Machine, TrainParams
 from eyas.store.batches import PackedBatches
-from eyas.store.reader import StoreReader
 from eyas.targets.head import TargetHead
 
-
-@dataclass(frozen=True)
-class TrainingData:
-    """What a head is trained and judged on, and how many processes read it."""
-
-    reader: StoreReader
-    train: Sequence[TokenRow]
-    heldout: Sequence[TokenRow]
-    workers: int
-
-
-def training_device() -> torch.device:
-    """The GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_DEFAULTS, _ALONE = Machine(), Ranks()
 
 
 @contextmanager
@@ -66,188 +57,186 @@ def _deterministic() -> Iterator[None]:
         filling.fill_uninitialized_memory = fill
 
 
-def learning_rate(step: int, total: int, params: TrainParams) -> float:
-    """Linear warm-up over ``warmup_share`` of the steps, then a cosine to zero; steps count from 0."""
-    warmup = round(params.warmup_share * total)
-    if step < warmup:
-        return params.lr * (step + 1) / warmup
-    return params.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
-class _StopAsked(Exception):
-    """Leaves the loop between two steps."""
-
-
-class _Stop:
-    """While open, SIGTERM and an interrupt ask for a stop after the step; a second one ends the process as ever."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-
-    def check(self) -> None:
-        """Leave the loop if a stop was asked for."""
-        if self.signal:
-            raise _StopAsked
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
-        self.__exit__()
-
-    def __enter__(self) -> _Stop:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-class _Heldout:
-    """Validation batches' fixed part, computed once: the target's choices."""
-
-    def __init__(self, data: TrainingData, params: TrainParams, target: TargetHead, temperature: float) -> None:
-        self._rows, self._workers = by_key(data.heldout), data.workers
-        self._batches = PackedBatches(data.reader, list(self._rows), params.tokens_per_step, params.seed, epoch=0)
-        self._params, self._device = params, training_device()
-        self._choices: list[TargetChoice] = []
-        on_device = replace(
-            target, norm_weight_H=target.norm_weight_H.to(self._device), head_VH=target.head_VH.to(self._device)
-        )
-        with Progress("the target's choices on held-out rows", len(self._batches), "batches") as progress:
-            with self._open() as batches:
-                for batch in batches:
-                    self._choices.append(target_choice(batch, on_device, temperature))
-                    progress.advance()
-
-    def _open(self) -> AbstractContextManager[Iterator[Batch]]:
-        return device_batches(self._batches, self._rows, self._device, self._workers)
-
-    @torch.no_grad()
-    def evaluate(self, model: Eagle3DraftModel, stop: _Stop) -> tuple[float, Acceptance]:
-        """Loss, and acceptance by simulated chain drafting as deep as the head is trained."""
-        params, depths = self._params, self._params.ttt_steps
-        counter = AcceptanceCounter(depths)
-        losses, weights = [], []
-        offsets = None if model.d2t is None else model.d2t.cpu().numpy()
-        with self._open() as batches:
-            for batch, choice in zip(batches, self._choices, strict=True):
-                plan = make_plan(batch, depths)
-                with _autocast(params, self._device):
-                    states_KNH = draft_states(model, batch, plan, depths)
-                    out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, False)
-                ids_KN = out.draft_ids_KN.cpu().numpy()
-                if offsets is not None:
-                    ids_KN = np.where(ids_KN >= 0, ids_KN + offsets[ids_KN], -1)
-                counter.add(batch, plan, ids_KN, choice)
-                losses.append(out.loss.item())
-                weights.append(len(plan.label_slots))
-                stop.check()
-        return float(np.average(losses, weights=weights)), counter.result()
-
-
-def _autocast(params: TrainParams, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=params.autocast == "bfloat16")
-
-
-def _train_step(
-    model: Eagle3DraftModel, batch: Batch, params: TrainParams, optimizer: torch.optim.Optimizer, step: int
-) -> tuple[float, list[float], float]:
-    """One optimiser step; loss, loss by depth, and gradient norm before clipping.
-
-    Raises:
-        EyasError: either is not finite; the rows of the batch are named and no weight was changed.
-    """
-    plan = make_plan(batch, params.ttt_steps)
-    with _autocast(params, batch.input_ids_T.device):
-        states_KNH = draft_states(model, batch, plan, params.ttt_steps)
-        out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, True)
-    optimizer.zero_grad(set_to_none=True)
-    out.loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(trainable(model), params.clip_norm).item()
-    value = out.loss.item()
-    if not (math.isfinite(value) and math.isfinite(norm)):
-        rows = ", ".join(row.conversation_id for row in batch.rows)
-        raise EyasError(
-            f"train: step {step}: loss {value}, gradient norm {norm}; conversations of the batch: {rows}. "
-            "Look at their stored states, or lower train.lr"
-        )
-    optimizer.step()
-    return value, out.by_depth_K.tolist(), norm
+def _memory_mib(device: torch.device) -> int:
+    """Most that was taken so far: allocated on the GPU, or resident where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 class _Loop:
     """Steps and judgements from where the state stands, with a checkpoint now and then."""
 
     def __init__(
-        self, state: TrainingState, data: TrainingData, plans: Sequence[PackedBatches], params: TrainParams
+        self,
+        head: Together,
+        state: TrainingState,
+        data: TrainingData,
+        epochs: Sequence[Steps],
+        params: TrainParams,
+        machine: Machine,
+        ranks: Ranks,
     ) -> None:
-        self.total = sum(map(len, plans))
-        self._state, self._data, self._plans, self._params = state, data, plans, params
-        self._rows = by_key(data.train)
+        self.total = sum(map(len, epochs))
+        self._head, self._state, self._data, self._epochs = head, state, data, epochs
+        self._params, self._ranks, self._rows = params, ranks, by_key(data.train)
+        self._device = training_device()
+        self._peak = peak_flops(self._device, machine.peak_tflops)
 
-    def run(self, heldout: _Heldout, checkpoints: Checkpoints) -> None:
-        """Train to the end.
+    def run(self, heldout: Heldout, checkpoints: Checkpoints | None, trackers: Trackers) -> None:
+        """Train to the end; only the first rank has checkpoints.
 
         Raises:
             EyasError: as `fit` says.
         """
         state = self._state
-        with _Stop() as stop, Progress("training", self.total - len(state.steps), "steps") as progress:
+        left = self.total - len(state.steps)
+        with Stop(self._ranks.world == 1) as stop, Progress("training", left, "steps") as progress:
             try:
-                while state.epoch <= self._params.epochs:
-                    self._train_epoch(checkpoints, stop, progress)
-                    self._judge_epoch(heldout, stop)
+                while not state.finished:
+                    self._train_epoch(checkpoints, stop, progress, trackers)
+                    self._judge_epoch(heldout, stop, trackers)
                     self._save(checkpoints)
-                    stop.check()
-            except (_StopAsked, EyasError):
+                    if any(self._ranks.gathered(stop.signal is not None)):
+                        raise StopAsked
+            except (StopAsked, EyasError) as error:
                 # with an error: a signal to the whole process group has ended the processes that read the store
-                if stop.signal is None:
+                alone = self._ranks.world == 1 and stop.signal is not None
+                if not (isinstance(error, StopAsked) or alone):
                     raise
                 self._save(checkpoints)
                 raise EyasError(
-                    f"train: {stop.signal} after {len(state.steps)} of {self.total} steps; "
+                    f"train: {stop.signal or 'a stop'} after {len(state.steps)} of {self.total} steps; "
                     "they are kept, run again to go on"
                 ) from None
 
-    def _train_epoch(self, checkpoints: Checkpoints, stop: _Stop, progress: Progress) -> None:
-        state, plan = self._state, self._plans[self._state.epoch - 1]
-        position, device = len(state.losses), training_device()
-        if position == len(plan):
+    def _train_epoch(self, checkpoints: Checkpoints | None, stop: Stop, progress: Progress, trackers: Trackers) -> None:
+        state, steps = self._state, self._epochs[self._state.epoch - 1]
+        first, params = state.position, self._params
+        if first == len(steps):
             return
         state.model.train()
-        clock = time.monotonic()
-        with device_batches(plan, self._rows, device, self._data.workers, position) as batches:
-            for batch in batches:
-                waiting = time.monotonic() - clock
-                rate = learning_rate(len(state.steps), self.total, self._params)
-                for group in state.optimizer.param_groups:
-                    group["lr"] = rate
-                number = len(state.steps) + 1
-                loss, by_depth, norm = _train_step(state.model, batch, self._params, state.optimizer, number)
-                taken = time.monotonic() - clock
-                speed = sum(batch.lengths) / taken
-                state.step_seconds, state.waited_seconds = state.step_seconds + taken, state.waited_seconds + waiting
-                state.steps.append(StepRecord(number, state.epoch, loss, rate, norm, speed, waiting / taken, by_depth))
+        mine = steps.share_of(self._ranks, first)
+        with device_batches(mine, self._rows, self._device, self._data.workers) as opened:
+            batches = _Timed(opened)
+            for place in range(first, len(steps)):
+                batches.waited, began = 0.0, time.monotonic()
+                figures = gradients(
+                    self._head,
+                    batches,
+                    steps.shares(place, self._ranks),
+                    steps.label_counts(place, params.ttt_steps),
+                    len(steps.packs(place)),
+                    params,
+                    self._ranks,
+                    (stop.signal is not None, checkpoints is not None and checkpoints.due()),
+                    state.weights,
+                )
+                self._update(steps, place, figures, began, batches.waited)
+                trackers.log("step", len(state.steps), step_row(state.steps[-1]))
                 progress.advance()
-                stop.check()
-                if checkpoints.due:
+                # alone there is nobody to agree with, and no step to wait for
+                if figures.stop or (self._ranks.world == 1 and stop.signal):
+                    raise StopAsked
+                if figures.save:
                     self._save(checkpoints)
-                clock = time.monotonic()
 
-    def _judge_epoch(self, heldout: _Heldout, stop: _Stop) -> None:
-        state = self._state
+    def _update(self, steps: Steps, place: int, figures: StepFigures, began: float, waited: float) -> None:
+        """Change the weights by a step's gradient, or leave it out, and take the step down."""
+        state, params = self._state, self._params
+        rate, number = learning_rate(len(state.steps), self.total, params), len(state.steps) + 1
+        if figures.finite:
+            for optimizer in state.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+        else:
+            self._leave_out(steps, place, figures, number)
+        taken = time.monotonic() - began
+        labels = steps.label_counts(place, params.ttt_steps)
+        state.step_seconds, state.waited_seconds = state.step_seconds + taken, state.waited_seconds + waited
+        state.steps.append(
+            StepRecord(
+                step=number,
+                epoch=state.epoch,
+                loss=figures.loss if figures.finite else None,
+                lr=rate,
+                grad_norm=figures.grad_norm if figures.finite else None,
+                tokens_per_s=steps.slots(place) / taken,
+                waiting_share=waited / taken,
+                mfu=figures.flops / (taken * self._peak * self._ranks.world) if self._peak else None,
+                memory_mib=_memory_mib(self._device),
+                loss_by_depth=figures.by_depth if figures.finite else [],
+                accuracy_by_depth=[hits / max(1, count) for hits, count in zip(figures.hits, labels, strict=True)],
+            )
+        )
+
+    def _leave_out(self, steps: Steps, place: int, figures: StepFigures, number: int) -> None:
+        """Name the rows of a step that is not finite; go on where that is wanted.
+
+        Raises:
+            EyasError: it is not, or too many steps in a row were left out; no weight was changed.
+        """
+        rows = steps.rows(place)
+        suspects = figures.bad_packs or range(len(rows))
+        names = ", ".join(row.conversation_id for pack in suspects for row in rows[pack])
+        message = (
+            f"train: step {number}: loss {figures.loss}, gradient norm {figures.grad_norm}; conversations: {names}. "
+        )
+        in_row = self._state.skipped_in_row + 1
+        if self._params.on_nan == "stop":
+            raise EyasError(message + "Look at their stored states, or lower train.lr")
+        if in_row > self._params.max_skipped:
+            raise EyasError(message + f"{in_row} steps in a row are not finite; look at the store, or lower train.lr")
+        console.print(escape(message) + "The step is left out")
+
+    def _judge_epoch(self, heldout: Heldout, stop: Stop, trackers: Trackers) -> None:
+        state, ranks = self._state, self._ranks
+        sums = ranks.gathered([weight.detach().double().sum().item() for weight in self._local_weights()])
+        if any(found != sums[0] for found in sums):
+            raise EyasError("train: the ranks' weights differ; a GPU or its memory may be faulty. Run again to go on")
+        if not state.losses:
+            raise EyasError(f"train: epoch {state.epoch} has no step that is finite; look at the store")
         state.model.eval()
-        loss, acceptance = heldout.evaluate(state.model, stop)
-        state.end_epoch(EpochRecord(state.epoch, float(np.mean(state.losses)), loss, acceptance))
+        loss, acceptance = heldout.evaluate(self._head, stop)
+        done = [record for record in state.steps if record.epoch == state.epoch]
+        state.end_epoch(mean_epoch(state.epoch, done, loss, acceptance))
+        record = state.epochs[-1]
+        trackers.log("epoch", len(state.epochs), epoch_row(record))
         console.print(
-            f"epoch {len(state.epochs)}/{self._params.epochs}: loss {state.epochs[-1].train_loss:.3f}, "
+            f"epoch {len(state.epochs)}/{self._params.epochs}: loss {record.train_loss:.3f}, "
             f"held out {loss:.3f}, "
             f"acceptance length {acceptance.length:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f})"
         )
+        if state.finished and state.epoch <= self._params.epochs:
+            console.print(f"no better epoch for {self._params.patience}: training ends here")
 
-    def _save(self, checkpoints: Checkpoints) -> None:
-        if self._state.steps:
-            checkpoints.save(self._state.name, self._state.tensors(), self._state.records())
+    def _local_weights(self) -> list[torch.Tensor]:
+        """What every rank must have alike: replicas, not shards."""
+        return [] if self._head.sharded else list(self._state.weights)
+
+    def _save(self, checkpoints: Checkpoints | None) -> None:
+        """Write a checkpoint; the other ranks give what they have, and wait until it is there."""
+        if not self._state.steps:
+            return
+        tensors = self._state.tensors()
+        if checkpoints is not None:
+            checkpoints.save(self._state.name, tensors, self._state.records())
+        self._ranks.of_first(None)
+
+
+class _Timed(Iterator[Batch]):
+    """Batches, and the seconds spent waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self.waited = batches, 0.0
+
+    def __next__(self) -> Batch:
+        began = time.monotonic()
+        try:
+            return next(self._batches)
+        finally:
+            self.waited += time.monotonic() - began
 
 
 @_deterministic()
@@ -258,41 +247,56 @@ def fit(
     target: TargetHead,
     temperature: float,
     work: Path,
+    machine: Machine = _DEFAULTS,
+    ranks: Ranks = _ALONE,
 ) -> Training:
     """Train a head in place; afterwards it has the weights of the epoch with the greatest held-out acceptance length.
 
     Goes on from the last checkpoint in ``work`` where that belongs to the same training; the result is the same, bit for bit.
+    Ranks that share weights out leave them so; the whole head is in the last checkpoint.
 
     Args:
-        model: from `make_head`.
+        model: from `make_head`; the same on every rank.
         data: rows of the two splits, and the store that has their states.
         params: of the optimisation.
         target: the target's final norm and output head, whole.
         temperature: that sampled rows were answered with.
         work: scratch for checkpoints; to be removed by the caller once the head is published.
+        machine: when checkpoints are written, how ranks share weights out, where series go.
+        ranks: that train together; the others call `fit` as well.
 
     Raises:
         EyasError: a loss or gradient is not finite (the rows are named); the store is damaged; SIGTERM or an interrupt
-            came, and what is done so far is kept; a checkpoint cannot be written.
+            came, and what is done so far is kept; a checkpoint cannot be written; the ranks have other inputs.
     """
     device = training_device()
+    rows = by_key(data.train)
     plans = [
-        PackedBatches(data.reader, list(by_key(data.train)), params.tokens_per_step, params.seed, epoch)
-        for epoch in range(params.epochs)
+        PackedBatches(data.reader, list(rows), params.pack_tokens, params.seed, epoch) for epoch in range(params.epochs)
     ]
     identity = training_identity(model, [*data.train, *data.heldout], plans, params, temperature, device)
-    checkpoints = Checkpoints(work, identity)
+    if len(set(ranks.gathered(identity))) > 1:
+        raise EyasError("train: the ranks have other code, data, parameters or weights; give all of them the same")
+    checkpoints = None
+    if ranks.first:
+        checkpoints = Checkpoints(
+            work, identity, machine.checkpoints_kept, machine.checkpoint_minutes, machine.checkpoint_steps
+        )
     model.to(device)
+    head = together(model, ranks, machine.train_sharding, params, device)
     state = TrainingState(model, params)
-    loop = _Loop(state, data, plans, params)
-    if found := checkpoints.newest():
-        state.restore(*found)
+    epochs = [Steps(plan, params.packs_per_step, rows) for plan in plans]
+    loop = _Loop(head, state, data, epochs, params, machine, ranks)
+    if found := ranks.of_first(checkpoints.newest() if checkpoints else None):
+        state.restore(*load_checkpoint(found))
         console.print(f"a checkpoint holds {len(state.steps)} of {loop.total} steps; training goes on behind them")
-    if state.epoch <= params.epochs:
-        loop.run(_Heldout(data, params, target, temperature), checkpoints)
-    model.eval()
-    model.load_state_dict(state.best_weights, strict=False)
-    tokens = params.epochs * sum(row.slots for row in data.train)
+    if not state.finished:
+        with Trackers(machine.track if ranks.first else [], work.parent / "live", len(state.steps)) as trackers:
+            loop.run(Heldout(data, params, target, temperature, ranks), checkpoints, trackers)
+    if not head.sharded:
+        model.eval()
+        model.load_state_dict(state.best_weights, strict=False)
+    tokens = sum(epochs[record.epoch - 1].slots(place) for place, record in _places(state.steps))
     return Training(
         state.steps,
         state.epochs,
@@ -301,3 +305,9 @@ def fit(
         state.waited_seconds / state.step_seconds,
         state.seconds,
     )
+
+
+def _places(steps: Sequence[StepRecord]) -> Iterator[tuple[int, StepRecord]]:
+    """Each step's place in its epoch, from 0."""
+    for _, records in groupby(steps, key=lambda record: record.epoch):
+        yield from enumerate(records)

@@ -29,7 +29,13 @@ _UNIT_OFFSET_TYPES = (
     "qwen3_5",
     "qwen3_5_text",
     "qwen3_5_moe",
+    "qwen3_5_moe_text",
 )
+
+
+def soft_capped(logits_NV: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits held within ±cap, as Gemma 2 does (``final_logit_softcapping``); None leaves them."""
+    return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ class TargetHead:
 
     def logits(self, normed_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of normed states, float32."""
-        logits_NV = normed_NH @ self.head_VH.T
-        return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+        return soft_capped(normed_NH @ self.head_VH.T, self.softcap)
 
 
-def _weight_files(directory: Path) -> dict[str, Path]:
+def weight_files(directory: Path) -> dict[str, Path]:
+    """The file that each tensor of a directory in Hugging Face layout is in."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -75,7 +81,7 @@ def load_tensor(directory: Path, name: str) -> torch.Tensor | None:
     Raises:
         EyasError: several tensors answer to the name.
     """
-    files = _weight_files(directory)
+    files = weight_files(directory)
     plain = {n: ".".join(part for part in n.split(".") if part != "language_model") for n in files}
     found = [n for n, p in plain.items() if ("." + p).endswith("." + name) and "vision" not in n and "visual" not in n]
     exact = [n for n in found if n == name] or found

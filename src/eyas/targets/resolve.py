@@ -1,4 +1,4 @@
-"""Find a target and say exactly what it is.
+"""Find a target and say exactly what it is; find a drafter to start from.
 
 Takes `TargetParams`; gives a local directory in Hugging Face layout and ``target.json``, the small file that
 everything which depends on the target depends on.
@@ -7,6 +7,7 @@ everything which depends on the target depends on.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from dataclasses import dataclass
@@ -85,21 +86,59 @@ def resolve_target(params: TargetParams) -> Path:
     """
     if params.source.startswith("bundled:"):
         return _bundled(params.source.removeprefix("bundled:"))
-    directory = Path(params.source).expanduser()
+    return _given("target.source", params.source, params.revision)
+
+
+def _given(option: str, source: str, revision: str | None, files: list[str] | None = None) -> Path:
+    """A local directory in Hugging Face layout, or one downloaded from the hub: all of it, or ``files`` by glob."""
+    directory = Path(source).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise EyasError(f"target.source: {directory} has no config.json; give a directory in Hugging Face layout")
+            raise EyasError(f"{option}: {directory} has no config.json; give a directory in Hugging Face layout")
         return directory
-    if params.source.startswith((".", "/", "~")) or params.source.count("/") != 1:
-        raise EyasError(f"target.source: {params.source}: no such directory (hub ids have the form owner/name)")
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise EyasError(f"{option}: {source}: no such directory (hub ids have the form owner/name)")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(params.source, revision=params.revision))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=files))
     except Exception as error:  # the hub client raises many kinds: no network, no such repository, no access
         raise EyasError(
-            f"target.source: {params.source} could not be had from the hub ({type(error).__name__}: {error})"
+            f"{option}: {source} could not be had from the hub ({type(error).__name__}: {error})"
         ) from error
+
+
+def resolve_drafter(source: str, revision: str | None) -> Path:
+    """The directory of the drafter that a head starts from, whose content is surely the one that ``revision`` names.
+
+    Args:
+        source: `draft.init_from`.
+        revision: `draft.init_revision`: the commit of a hub id, or the hash of a directory's weights.
+
+    Raises:
+        EyasError: it cannot be had, holds no safetensors, or has other content; the message says which hash is there.
+    """
+    local = Path(source).expanduser().is_dir()
+    if not local and not re.fullmatch("[0-9a-f]{40}", revision or ""):
+        raise EyasError(
+            f"draft.init_revision: {revision}: give the commit of {source}, 40 hex digits; a branch may change, and "
+            "nothing would run again"
+        )
+    directory = _given(
+        "draft.init_from", source, revision, ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    )
+    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
+        raise EyasError(
+            f"draft.init_from: {source} has no config.json with *.safetensors; pickled weights (.bin, .pt) are not read, "
+            "they can run code: convert them to safetensors"
+        )
+    if local and (found := _weights_hash(directory)) != revision:
+        said = "is not set" if revision is None else f"is {revision}, but the weights are others"
+        raise EyasError(
+            f"draft.init_revision {said}; the hash of the weights in {source} is {found}: set it to that, so that other "
+            "weights train another head"
+        )
+    return directory
 
 
 def read_config(directory: Path) -> dict[str, Any]:

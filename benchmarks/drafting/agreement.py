@@ -1,0 +1,147 @@
+"""Does simulated chain drafting say what serving measures? The same head, the same prompts, the same greedy answers.
+
+    python -m benchmarks.drafting.agreement PROFILE
+
+Serves the profile's held-out prompts with vLLM and its trained head (greedy; the benchmark's length and drafts), takes the
+target's states on exactly these answers (transformers in float32, rounded to bfloat16 as the store has them), and walks the
+simulation over them. Run it from the root of a checkout whose `train` stage has run. It prints the result and writes it to
+``.work/PROFILE/agreement/result.json``; the steps that were served are kept beside it, and taken from there the next time.
+
+Both sides are counted alike: a draft behind the answer's last token counts as not accepted, as the simulation has it. Difference
+from the training's own held-out figure: that one walks whole sampled conversations, not the greedy first answers to 32 prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from eyas.benchmark.acceptance import Trace
+from eyas.benchmark.methods import EAGLE3, Method
+from eyas.benchmark.process import EngineProcess, Setting
+from eyas.benchmark.prompts import HELDOUT, Prompt, choose_prompts
+from eyas.drafting.acceptance import AcceptanceCounter, target_choice
+from eyas.drafting.data import TokenRow, by_key, to_batch
+from eyas.drafting.forward import draft_states, head_loss, make_plan
+from eyas.drafting.inputs import load_inputs
+from eyas.extraction.reference import reference_states
+from eyas.files import write_json_atomic
+from eyas.params import Machine, Profile, load_machine, load_profile
+from eyas.stage import process_environment
+from eyas.store.batches import Batch as PlannedBatch
+from eyas.store.feed import FedBatch
+from eyas.tables import CONVERSATIONS, read_table
+from eyas.targets.head import load_head
+from eyas.targets.resolve import open_target
+from eyas.templates.chat import ChatTemplate
+
+
+def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int) -> list[dict[str, Any]]:
+    """Prompt and trace of each held-out prompt; kept in ``work/served.json``."""
+    kept = work / "served.json"
+    if kept.is_file():
+        found: list[dict[str, Any]] = json.loads(kept.read_text())
+        return found
+    directory, _ = open_target(params.target, data / "target.json")
+    template = ChatTemplate(directory, variables=params.target.chat_template_kwargs)
+    prompts = choose_prompts(
+        read_table(data / "conversations" / "conversations.parquet", CONVERSATIONS),
+        [],
+        heldout=params.benchmark.heldout_prompts,
+        per_set=0,
+        encode=template.prompt_ids,
+        longest=params.target.max_model_len - params.benchmark.max_tokens,
+    )
+    method = Method(
+        EAGLE3, drafts, {"method": "eagle3", "model": str(data / "draft_head"), "num_speculative_tokens": drafts}
+    )
+    work.mkdir(parents=True, exist_ok=True)
+    setting = Setting(
+        directory, params.target, machine, prompts, params.benchmark.max_tokens, [8], work, work / "agreement.log"
+    )
+    os.environ.update(process_environment(machine))
+    with EngineProcess(method, setting) as engine:
+        engine.wait()
+        traces = engine.serve(range(len(prompts)), 8, lambda: None).traces
+    served = [{"prompt": asdict(p), "trace": asdict(t)} for p, t in zip(prompts, traces, strict=True)]
+    write_json_atomic(kept, served)
+    return served
+
+
+def counted(traces: list[Trace], drafts: int) -> tuple[list[float], int, int]:
+    """Acceptance by position and steps as served, drafts behind an answer's last token left out; and how many answers these are."""
+    alive, hits, steps = [0] * drafts, [0] * drafts, 0
+    for trace in traces:
+        place = 1
+        for accepted in trace.accepted:
+            steps += 1
+            useful = min(accepted, len(trace.token_ids) - 1 - place)
+            for position in range(drafts):
+                if position <= useful:
+                    alive[position] += 1
+                hits[position] += position < useful
+            place += accepted + 1
+    shares = [hit / max(1, total) for hit, total in zip(hits, alive, strict=True)]
+    return np.cumprod(shares).tolist(), steps, len(traces)
+
+
+def simulated(params: Profile, data: Path, pairs: list[tuple[Prompt, Trace]], drafts: int) -> tuple[list[float], int]:
+    """Acceptance by position and steps of the simulation on the same answers."""
+    directory, _ = open_target(params.target, data / "target.json")
+    inputs = load_inputs(data, Machine(), params.target, params.draft, params.train, params.responses.temperature, 1)
+    spec, model = inputs.data.reader.spec, inputs.model.eval()
+    unset = model.load_state_dict(load_file(data / "draft_head" / "model.safetensors"), strict=False)
+    assert all(name.startswith("verifier_") for name in unset.missing_keys) and not unset.unexpected_keys
+    target, counter = load_head(directory), AcceptanceCounter(drafts)
+    texts = [prompt.token_ids + trace.token_ids for prompt, trace in pairs]
+    states = reference_states(directory, texts, spec.layers, trust_remote_code=params.target.trust_remote_code)
+    for (prompt, _), text, hidden_TLH in zip(pairs, texts, states, strict=True):
+        ids = np.asarray(text, dtype=np.int32)
+        row = TokenRow(prompt.prompt_id, prompt.prompt_id, ids, np.arange(len(ids)) >= len(prompt.token_ids))
+        bits_TLH = hidden_TLH.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        fed = FedBatch(PlannedBatch(0, (row.key,), len(ids)), bits_TLH, ids, [len(ids)])
+        batch = to_batch(fed, by_key([row]), torch.device("cpu"))
+        plan = make_plan(batch, drafts)
+        with torch.no_grad():
+            states_KNH = draft_states(model, batch, plan, drafts)
+            drafted_KN = head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, False).draft_ids_KN.numpy()
+        if model.d2t is not None:
+            drafted_KN = np.where(drafted_KN >= 0, drafted_KN + model.d2t.numpy()[drafted_KN], -1)
+        counter.add(batch, plan, drafted_KN, target_choice(batch, target, 0.0))
+    result = counter.result()
+    return result.by_position, result.steps
+
+
+def main() -> None:
+    """Serve, simulate, compare."""
+    profile = sys.argv[1]
+    params, data, work = load_profile(profile), Path("data") / profile, Path(".work") / profile / "agreement"
+    drafts = min(max(params.benchmark.num_speculative_tokens), params.train.ttt_steps)
+    served = serve(params, load_machine(), data, work, drafts)
+    pairs = [(Prompt(**s["prompt"]), Trace(**s["trace"])) for s in served]
+    by_position, steps, answers = counted([trace for _, trace in pairs], drafts)
+    own, own_steps = simulated(params, data, pairs, drafts)
+    lengths = 1 + sum(by_position), 1 + sum(own)
+    result = {
+        "profile": profile,
+        "set": HELDOUT,
+        "prompts": answers,
+        "tokens": sum(len(trace.token_ids) for _, trace in pairs),
+        "served": {"by_position": by_position, "length": lengths[0], "steps": steps},
+        "simulated": {"by_position": own, "length": lengths[1], "steps": own_steps},
+        "relative_difference": lengths[1] / lengths[0] - 1,
+    }
+    write_json_atomic(work / "result.json", result)
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

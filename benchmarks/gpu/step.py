@@ -1,0 +1,221 @@
+"""One training step on a GPU against speculators' own, same head, same batches, in one run.
+
+    python benchmarks/gpu/step.py --out FILE                both shapes, two masks
+    python benchmarks/gpu/step.py --profile                 where the project's step spends its time
+
+Both take fp32 master weights, bf16 autocast, AdamW (fused), clipping at 1, 8,192 tokens in 8 documents, and three depths; speculators'
+forward is compiled and has its flex attention and fused loss, as its trainer runs it. Loss and gradients of the first batch are
+compared. The two take turns; the median over all steps counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+from common import LAYERS, note, print_table, write_report
+from speculators.losses import fused
+from training import SHAPES, Shape, make_model
+
+from eyas.drafting.data import Batch
+from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+
+_DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024
+_LR = 1e-5
+
+
+def make_batches(shape: Shape, share: float, count: int) -> list[Batch]:
+    """Random tokens and states; the last ``share`` of each document is supervised."""
+    slots = _DOCUMENTS * _LENGTH
+    generator = torch.Generator("cuda").manual_seed(1)
+    mask = (torch.arange(_LENGTH) >= round((1 - share) * _LENGTH)).repeat(_DOCUMENTS)
+
+    def states(width: int) -> torch.Tensor:
+        return torch.randn(slots, width, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    return [
+        Batch(
+            torch.randint(shape.vocabulary, (slots,), generator=generator, device="cuda"),
+            states((len(LAYERS) - 1) * shape.hidden),
+            states(shape.hidden),
+            mask,
+            torch.arange(1, _LENGTH + 1, device="cuda").repeat(_DOCUMENTS),
+            [_LENGTH] * _DOCUMENTS,
+            [],
+        )
+        for _ in range(count)
+    ]
+
+
+def ours(model: Any) -> Callable[[Batch], torch.Tensor]:
+    def loss(batch: Batch) -> torch.Tensor:
+        plan = make_plan(batch, _DEPTHS)
+        with torch.autocast("cuda", torch.bfloat16):
+            states_KNH = draft_states(model, batch, plan, _DEPTHS)
+            return head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, True).loss
+
+    return loss
+
+
+def theirs(model: Any) -> Callable[[Batch], torch.Tensor]:
+    # torch's compiler refuses two kernels that share one list of configurations
+    fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
+    arguments, _ = model.get_trainer_kwargs(loss_fn="kl_div", ttt_steps=_DEPTHS, ttt_step_loss_decay=1.0)
+    documents = torch.arange(_DOCUMENTS, device="cuda").repeat_interleave(_LENGTH)[None]
+
+    def loss(batch: Batch) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            _, value, _ = model(
+                batch.aux_TA[None],
+                batch.input_ids_T[None],
+                documents,
+                batch.mask_T[None].to("cuda"),
+                batch.positions_T[None],
+                batch.final_TH[None],
+                **arguments,
+            )
+        return value
+
+    return loss
+
+
+def gradients(model: Any, loss: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    value = loss(batch)
+    value.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return value.item(), found
+
+
+def stepper(
+    model: Any, loss: Callable[[Batch], torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Callable[[Batch], None]:
+    def step(batch: Batch) -> None:
+        value = loss(batch)
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+        optimizer.step()
+        value.item()
+
+    return step
+
+
+def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
+    shape = SHAPES[name]
+    batches = make_batches(shape, share, 4)
+    model = make_model(shape, torch.device("cuda"))
+    rival = make_model(shape, torch.device("cuda"), attention="simple_flex_attention")
+    rival.load_state_dict(model.state_dict())
+    variants = {"eyas": (model, ours(model)), "speculators": (rival, theirs(rival))}
+    found: dict[str, Any] = {}
+    same = [gradients(head, loss, batches[0]) for head, loss in variants.values()]
+    (one, first), (other, second) = same
+    cosines = [torch.nn.functional.cosine_similarity(first[n].flatten(), second[n].flatten(), 0).item() for n in first]
+    found["first_batch"] = {"loss": {"eyas": one, "speculators": other}, "least_gradient_cosine": min(cosines)}
+    del same, first, second
+    runs = {
+        key: stepper(
+            head, loss, torch.optim.AdamW(trainable(head), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        )
+        for key, (head, loss) in variants.items()
+    }
+    seconds: dict[str, list[float]] = {key: [] for key in runs}
+    peaks: dict[str, float] = {}
+    for key, step in runs.items():
+        for batch in batches[:3]:
+            step(batch)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(batches[3])
+        # the other variant's weights and moments are held meanwhile, and are not its own
+        peaks[key] = (torch.cuda.max_memory_allocated() - held) / 2**30
+    for _ in range(rounds):
+        for key, step in runs.items():
+            for number in range(steps):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                step(batches[number % len(batches)])
+                torch.cuda.synchronize()
+                seconds[key].append(time.perf_counter() - began)
+    slots = _DOCUMENTS * _LENGTH
+    found["tokens_per_s"] = {key: slots / statistics.median(values) for key, values in seconds.items()}
+    found["above_held_gib"] = peaks
+    found["ratio"] = found["tokens_per_s"]["eyas"] / found["tokens_per_s"]["speculators"]
+    found["step_seconds"] = {key: [round(value, 5) for value in values] for key, values in seconds.items()}
+    note(
+        f"{name}, {share:.0%} supervised: {found['tokens_per_s']}, ratio {found['ratio']:.3f}, {found['first_batch']}, {peaks}"
+    )
+    return found
+
+
+def profile(name: str, share: float) -> None:
+    shape = SHAPES[name]
+    model = make_model(shape, torch.device("cuda"))
+    batch = make_batches(shape, share, 1)[0]
+    optimizer = torch.optim.AdamW(trainable(model), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    step = stepper(model, ours(model), optimizer)
+    for _ in range(3):
+        step(batch)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        began = time.perf_counter()
+        step(batch)
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - began
+    print(f"{name}, {share:.0%}: {taken * 1e3:.1f} ms with the profiler")
+    kernels: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name[:110], []).append(event.time_range.elapsed_us() / 1e3)
+    print(f"kernels {sum(map(sum, kernels.values())):.1f} ms")
+    for kernel, times in sorted(kernels.items(), key=lambda pair: -sum(pair[1]))[:40]:
+        print(f"{sum(times):8.2f} ms {len(times):5d}  {kernel}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["kimi-k2.5", "qwen3-8b"])
+    parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.6], help="supervised shares")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if arguments.profile:
+        for name in arguments.shapes:
+            profile(name, arguments.shares[0])
+        return
+    results = {
+        f"{name}, {share:.0%} supervised": measure(name, share, arguments.steps, arguments.rounds)
+        for name in arguments.shapes
+        for share in arguments.shares
+    }
+    write_report(arguments.out, Path(), {"results": results})
+    print_table(
+        ("shape", "eyas tokens/s", "speculators", "ratio", "cosine"),
+        [
+            [
+                key,
+                r["tokens_per_s"]["eyas"],
+                r["tokens_per_s"]["speculators"],
+                r["ratio"],
+                r["first_batch"]["least_gradient_cosine"],
+            ]
+            for key, r in results.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
