@@ -1,56 +1,62 @@
-"""Stage `benchmark`: serve held-out prompts and benchmark sets with vLLM, plain, with n-grams and with the head."""
+"""Stage `benchmark`: serve held-out prompts and benchmark sets with vLLM, plain, with n-grams, other drafters and the head."""
 
 from __future__ import annotations
 
-from eyas.benchmark.measures import acceptance_csv, benchmark_metrics, differences, output_rows, verdicts
-from eyas.benchmark.methods import serve_methods
-from eyas.benchmark.prompts import choose_prompts
+from eyas.benchmark.losslessness import difference_rows
+from eyas.benchmark.methods import method_names, methods
+from eyas.benchmark.payoff import advice
+from eyas.benchmark.process import Setting
+from eyas.benchmark.prompts import profile_prompts
+from eyas.benchmark.results import (
+    View,
+    acceptance_csv,
+    benchmark_metrics,
+    output_rows,
+    speed_verdicts,
+    verdicts,
+)
+from eyas.benchmark.rounds import serve_all
 from eyas.benchmark.summary import print_summary
 from eyas.files import atomic_directory, write_text_atomic
 from eyas.stage import Stage, stage_main
-from eyas.tables import CONVERSATIONS, OUTPUTS, PROMPTS, read_table, write_table
+from eyas.tables import OUTPUTS, write_table
 from eyas.targets.resolve import open_target
-from eyas.templates.chat import ChatTemplate
 
 
 def run(stage: Stage) -> None:
     """Choose the prompts, serve them with each method, write outputs, metrics and the acceptance series."""
     target, params = stage.params.target, stage.params.benchmark
+    engines = methods(params, stage.data / "draft_head")
     directory, _ = open_target(target, stage.data / "target.json")
-    template = ChatTemplate(
-        directory, trust_remote_code=target.trust_remote_code, variables=target.chat_template_kwargs
-    )
-    conversations = stage.data / "conversations"
-    prompts = choose_prompts(
-        read_table(conversations / "conversations.parquet", CONVERSATIONS),
-        read_table(conversations / "prompts.parquet", PROMPTS),
-        heldout=params.heldout_prompts,
-        per_set=params.prompts_per_set,
-        encode=template.prompt_ids,
-        longest=target.max_model_len - params.max_tokens,
-    )
-    runs = serve_methods(
-        directory,
-        stage.data / "draft_head",
-        prompts,
+    setting = Setting(
+        directory=directory,
         target=target,
-        params=params,
         machine=stage.machine,
+        prompts=profile_prompts(stage.data, directory, target, params),
+        max_tokens=params.max_tokens,
+        concurrency=params.concurrency,
         work=stage.work,
         log=stage.log,
     )
-    positions = params.num_speculative_tokens
-    metrics, differing, words = benchmark_metrics(runs, positions), differences(runs), verdicts(runs)
+    k = params.num_speculative_tokens[0]
+    outcome = serve_all(engines, setting, params.repeats, k)
+    view = View(outcome.runs, method_names(params), k, params.concurrency[0])
+    metrics = benchmark_metrics(view, outcome.differences, target.dtype, interleaved=outcome.interleaved)
+    differing = difference_rows(outcome.differences, target.dtype)
+    words, speed_words, told = verdicts(view), speed_verdicts(view), advice(view, metrics)
+    rows = output_rows(view)
     with atomic_directory(stage.data / "benchmark") as folder:
-        write_table(folder / "outputs.parquet", output_rows(runs), OUTPUTS)
-    write_text_atomic(stage.metrics / "acceptance.csv", acceptance_csv(metrics, positions))
+        write_table(folder / "outputs.parquet", rows, OUTPUTS)
+    write_text_atomic(stage.metrics / "acceptance.csv", acceptance_csv(metrics, view))
     stage.provenance |= {
-        "tokens": sum(len(row["token_ids"]) for row in output_rows(runs)),
+        "tokens": sum(len(row["token_ids"]) for row in rows),
         "verdicts": words,
+        "speed_verdicts": speed_words,
+        "advice": told,
         "differences": differing,
     }
     stage.write_metrics(metrics)
-    print_summary(metrics, words, differing)
+    print_summary(metrics, view.methods, words, speed_words, differing, told)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,22 @@
 """The interval covers the truth as often as it says; the verdict is paired by prompt."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from eyas.benchmark import statistics
-from eyas.benchmark.statistics import interval, ratio, verdict
+from eyas.benchmark.statistics import (
+    Noise,
+    against,
+    interval,
+    median_interval,
+    noise_of,
+    noisy_interval,
+    ratio,
+    verdict,
+)
 from eyas.errors import EyasError
 
 
@@ -84,3 +96,97 @@ def test_verdict_needs_the_same_prompts() -> None:
     with pytest.raises(EyasError, match="same prompts"):
         verdict([(3, 2)], [(3, 2), (4, 2)])
     assert verdict([(9, 3)], [(3, 3)]) == "not distinguishable"
+
+
+def test_noise_needs_two_repeats_and_is_pooled() -> None:
+    assert noise_of([[3.0], [4.0]]) is None
+    generator = np.random.default_rng(8)
+    rows = [list(rate * np.exp(generator.normal(0, 0.05, 3))) for rate in generator.uniform(10, 1000, 200)]
+    noise = noise_of(rows)
+    assert noise is not None
+    assert (noise.freedom, noise.repeats) == (400, 3)
+    assert noise.sd == pytest.approx(0.05, rel=0.1)
+
+
+def test_speed_s_interval_widens_with_noise() -> None:
+    tokens, seconds = [50.0] * 16, list(np.random.default_rng(9).uniform(0.9, 1.1, 16))
+
+    def ends(noise: Noise | None) -> tuple[float, float] | None:
+        return noisy_interval((tokens, seconds), lambda t, s: t / s, noise)
+
+    assert ends(None) is None
+    quiet, loud, unsure = (ends(n) for n in (Noise(0.001, 20, 3), Noise(0.1, 20, 3), Noise(0.1, 2, 3)))
+    assert quiet is not None
+    assert loud is not None
+    assert unsure is not None
+    assert quiet[1] - quiet[0] < loud[1] - loud[0] < unsure[1] - unsure[0]
+    assert quiet[0] < sum(tokens) / sum(seconds) < quiet[1]
+
+
+def test_median_s_interval() -> None:
+    values = list(np.random.default_rng(10).exponential(1.0, 40))
+    low, high = median_interval(values)
+    assert low < float(np.median(values)) < high
+    assert median_interval([3.0]) == (3.0, 3.0)
+
+
+def test_words_of_an_interval() -> None:
+    assert [against(ends, 1.0) for ends in ((1.1, 1.2), (0.8, 0.9), (0.9, 1.1), None)] == [
+        "better",
+        "worse",
+        "not distinguishable",
+        "not distinguishable",
+    ]
+
+
+RUN = json.loads((Path(__file__).parent / "benchmark_run.json").read_text())
+"""A real run (smoke profile, k = 3, 8 prompts at a time, on a busy machine): by method, set and repeat, wall seconds; and by prompt
+emitted tokens, target steps, tokens of the answer, seconds of its own."""
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_acceptance_of_real_runs_is_covered(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 24 prompts are drawn from a real one; 95 % of their intervals hold what all prompts together have."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
+    prompts = np.asarray(RUN[method]["heldout"][0]["prompts"])
+    truth = float(prompts[:, 0].sum() / prompts[:, 1].sum())
+    generator = np.random.default_rng(11)
+    trials = 300
+    covered = 0
+    for _ in range(trials):
+        drawn = prompts[generator.integers(0, len(prompts), 24)]
+        low, high = interval([(int(t), int(s)) for t, s, *_ in drawn])
+        covered += low <= truth <= high
+    assert covered / trials >= 0.91  # 95 % less three standard errors
+
+
+def rates(method: str, name: str) -> list[float]:
+    """Output tokens/s of a set in each repeat."""
+    return [sum(p[2] for p in repeat["prompts"]) / repeat["seconds"] for repeat in RUN[method][name]]
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_speed_of_a_repeat_run_is_covered(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is repeated with the differences between repeats that it really had: 95 % of the intervals hold the speed-up of two more."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
+    cells = [(m, name) for m in ("ngram", "eagle3") for name in RUN[m]]
+    logs = {cell: np.log(np.asarray(rates(*cell)) / np.asarray(rates("plain", cell[1]))) for cell in cells}
+    halves = np.concatenate([(pair - pair.mean()) * 2**0.5 for pair in logs.values()])
+    columns = [
+        [sum(RUN[name]["heldout"][i]["prompts"][p][column] for i in (0, 1)) for p in range(32)]
+        for name in (method, "plain")
+        for column in (2, 3)
+    ]
+    generator = np.random.default_rng(12)
+    trials = 300
+    covered = 0
+    for _ in range(trials):
+        repeats = {cell: np.exp(pair.mean() + generator.choice(halves, 4)) for cell, pair in logs.items()}
+        noise = noise_of([list(row[:2]) for row in repeats.values()])
+        ours = repeats[method, "heldout"]
+        # the prompts' own times, as fast or slow as the two repeats were
+        scale = float(np.exp(np.log(ours[:2]).mean() - logs[method, "heldout"].mean()))
+        ends = noisy_interval(columns, lambda t, s, plain_t, plain_s: t / s * plain_s / plain_t * scale, noise)  # noqa: B023
+        assert ends is not None
+        covered += ends[0] <= np.exp(np.log(ours[2:]).mean()) <= ends[1]
+    assert covered / trials >= 0.91

@@ -47,12 +47,18 @@ class Trace:
         step_tokens: tokens that each step emitted, in order; the first step is the prefill.
         drafted: drafted tokens of each drafted step, in order.
         accepted: accepted tokens of each drafted step, in order.
+        first_s: seconds from handing the prompt over to its first token.
+        last_s: … to its last.
+        share_s: its part of the wall time: each step's time, divided among the prompts that got tokens from it.
     """
 
     token_ids: list[int] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    share_s: float = 0.0
 
     @property
     def target_steps(self) -> int:
@@ -63,6 +69,11 @@ class Trace:
     def emitted(self) -> int:
         """Tokens that the target steps emitted, without the prefill's."""
         return sum(self.step_tokens[1:])
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Time per output token behind the first, where there is one."""
+        return (self.last_s - self.first_s) / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
 
 
 def count(traces: Sequence[Trace], positions: int) -> Counters:
