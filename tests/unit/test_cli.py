@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.doctor import Finding
-from eyas.summary import STAGES
+from eyas.metrics import SERIES, STAGES
 
 ROOT = Path(__file__).parents[2]
 METRICS: dict[str, dict[str, Any]] = {
@@ -61,6 +61,8 @@ def write_metrics(root: Path, *stages: str) -> None:
         (folder / "provenance").mkdir(parents=True, exist_ok=True)
         (folder / f"{stage}.json").write_text(json.dumps(METRICS[stage]))
         (folder / "provenance" / f"{stage}.json").write_text('{"wall_seconds": 12.5, "peak_memory_mib": 900.0}')
+    for name, columns in SERIES.items():
+        (folder / name).write_text(f"{','.join(columns)}\n{','.join('1' for _ in columns)}\n")
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -170,7 +172,7 @@ def test_summary_before_any_run(checkout: Path) -> None:
 def test_metrics_check_accepts_sound_metrics(checkout: Path) -> None:
     write_metrics(checkout)
     code, output = run("metrics", "check", "smoke")
-    assert code == 0 and f"smoke: {len(STAGES)} metrics files are sound" in output
+    assert code == 0 and f"smoke: {len(STAGES) + len(SERIES)} metrics files are sound" in output
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ METRICS: dict[str, dict[str, Any]] = {
         "user_turns": 640,
         "reasons": {"too long": 21, "not alternating": 9, "duplicate": 7},
         "sources": {"package:chitchat": 118, "package:evals": 176, "package:arena-hard": 118},
+        "by_source": {
+            "package:chitchat": {
+                "rows": 1557,
+                "kept": 118,
+                "rejected": 0,
+                "left_out": 1439,
+                "reasons": {"over_cap": 1423},
+            },
+        },
         "benchmark_prompts": {"mt-bench": 80, "human-eval": 164, "gsm8k": 100},
     },
     "respond": {"conversations": 412, "turns": 640, "tokens": 45_117, "finished_share": 0.58, "looped_share": 0.021},
@@ -79,7 +88,13 @@ METRICS: dict[str, dict[str, Any]] = {
         "reference_error": {"2": 0.0031, "15": 0.0052, "27": 0.0067, "30": 0.0049},
     },
     "vocab": {"coverage": 0.9981, "validation_coverage": 0.9712, "draft_vocab_size": 8192, "distinct_tokens": 4085},
-    "train": {"heldout_acceptance_length": 1.67, "tokens_per_s": 404.2, "best_epoch": 4, "steps": 320},
+    "train": {
+        "heldout_acceptance_length": 1.67,
+        "tokens_per_s": 404.2,
+        "best_epoch": 4,
+        "steps": 320,
+        "supervised_tokens": 40_210,
+    },
     "benchmark": BENCHMARK,
 }
 EPOCHS = [(1, 6.41, 5.52, 1.39), (2, 5.13, 4.98, 1.54), (3, 4.62, 4.81, 1.63), (4, 4.31, 4.76, 1.67)]
@@ -324,3 +339,27 @@ def test_the_serve_command_is_safe_in_a_shell(profile: Profile) -> None:
         """--speculative-config '{"method": "eagle3", "model": "data/smoke/draft_head", "num_speculative_tokens": 3}'"""
         in command
     )
+
+
+def test_the_page_says_what_was_trained_on_what(page: str) -> None:
+    assert "An EAGLE-3 head of 1 layer with a vocabulary of 8,192 tokens for bundled:smollm2-135m" in page
+    assert "on 371 conversations with answers that the target itself gave, 40,210 supervised tokens, 320 steps." in page
+
+
+def test_sources_are_one_table(page: str) -> None:
+    assert "Conversations by source" in page and "over cap 1,423" in page
+    assert "by source: package" not in page
+
+
+def test_speed_by_requests_and_k(profile: Profile, metrics: Path, tmp_path: Path) -> None:
+    def cell(speed: float) -> dict[str, float]:
+        return {"acceptance_length": 1.5, "output_tokens_per_s": 60 * speed, "speedup": speed}
+
+    grid = {
+        "plain": {"k0": {"c1": cell(1), "c8": cell(1)}},
+        "eagle3": {"k3": {"c8": cell(1.1), "c1": cell(1.7)}, "k5": {"c1": cell(1.83), "c8": cell(0.91)}},
+    }
+    _change(metrics, "benchmark", {"grid": grid})
+    page = _page(metrics, profile, tmp_path / "page")
+    assert "draft head with k = 5: 1 requests 1.83 times, 8 requests 0.91 times" in page
+    assert "1.70×" in page and (tmp_path / "page" / "grid.png").is_file()

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eyas.report.results import METHODS, Epoch, Method, Results
+from eyas.report.results import METHODS, Cell, Epoch, Method, Results
 from eyas.report.verdict import interval
 
 NAMES = {"plain": "plain", "ngram": "n-gram", "eagle3": "draft head"}
@@ -74,9 +74,11 @@ def _axes(ax: Axes, colours: Palette) -> None:
     ax.yaxis.label.set_color(colours.muted)
 
 
-def _legend(ax: Axes, colours: Palette) -> None:
+def _legend(ax: Axes, colours: Palette, columns: int = 3) -> None:
     """Above the plot, where it covers no data."""
-    ax.legend(frameon=False, labelcolor=colours.ink, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+    ax.legend(
+        frameon=False, labelcolor=colours.ink, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0
+    )
 
 
 def _plot(name: str, title: str, alt: str, height: float, draw: Callable[[Axes, Palette], None]) -> Plot:
@@ -240,6 +242,50 @@ def _sets(by_set: dict[str, dict[str, Method]]) -> Plot:
     return _plot("sets", "Acceptance length by prompt set", alt, 1.3 + 0.5 * len(names), draw)
 
 
+_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+
+
+def _grid(cells: list[Cell]) -> Plot:
+    """Speed-up by requests at a time; a line for each method and k, k told by its dashes."""
+    lines: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:
+        if cell.method != "plain":
+            lines.setdefault((cell.method, cell.k), []).append(cell)
+    ks = sorted({k for _, k in lines})
+
+    def draw(ax: Axes, colours: Palette) -> None:
+        _axes(ax, colours)
+        ax.grid(axis="y", color=colours.line, linewidth=0.8)
+        requests = sorted({cell.concurrency for cell in cells})
+        for (method, k), served in lines.items():
+            ax.plot(
+                [requests.index(cell.concurrency) for cell in served],
+                [cell.speedup for cell in served],
+                color=getattr(colours, method, colours.muted),
+                marker=_MARKERS.get(method, "^"),
+                linestyle=_DASHES[ks.index(k) % len(_DASHES)],
+                label=f"{NAMES.get(method, method)}, k = {k}",
+            )
+        ax.axhline(1, color=colours.muted, linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.set_xticks(range(len(requests)), [str(r) for r in requests])
+        ax.set_xlabel("requests at a time")
+        ax.set_ylabel("speed against plain")
+        _legend(ax, colours, columns=2)
+
+    told = "; ".join(
+        f"{NAMES.get(method, method)} with k = {k}: "
+        + ", ".join(f"{cell.concurrency} requests {cell.speedup:.2f} times" for cell in served)
+        for (method, k), served in lines.items()
+    )
+    return _plot(
+        "grid",
+        "Speed by requests at a time and k",
+        f"Line plot of the speed against plain decoding. {told}.",
+        3.4,
+        draw,
+    )
+
+
 def draw_plots(results: Results) -> dict[str, Plot]:
     """Draw all plots, by name."""
     bench = results.benchmark
@@ -247,6 +293,7 @@ def draw_plots(results: Results) -> dict[str, Plot]:
         _sets(bench.by_set()),
         _acceptance(results),
         _speed({name: getattr(bench, name) for name in METHODS}),
+        *([_grid(cells)] if len(cells := bench.cells()) > len(bench.grid) else []),
         _loss(results.epochs),
         _heldout(results.epochs, bench.eagle3.acceptance_length),
     ]

@@ -81,12 +81,34 @@ def facts(title: str, values: Mapping[str, Any]) -> Iterator[Facts]:
             yield from facts(f"{title}: {label(name)}", value)
 
 
+def trained_on(results: Results, params: Profile) -> str:
+    """One sentence: which head for which target, on how much of what."""
+    train, prepare = results.train.model_extra or {}, results.prepare
+    answers = (
+        "answers that the target itself gave"
+        if params.responses.mode == "regenerate"
+        else "the answers that the data has"
+    )
+    layers = params.draft.num_layers
+    counts = [
+        f"{number(train['supervised_tokens'])} supervised tokens" if "supervised_tokens" in train else "",
+        f"{number(train['steps'])} steps" if "steps" in train else "",
+    ]
+    return (
+        f"An EAGLE-3 head of {layers} layer{'s' if layers > 1 else ''} with a vocabulary of {params.vocab.draft_vocab_size:,} tokens for "
+        f"{params.target.source}, trained for {len(results.epochs)} epoch{'s' if len(results.epochs) > 1 else ''} on "
+        f"{number(prepare.get('train', prepare.get('kept')))} conversations with {answers}"
+        + "".join(f", {count}" for count in counts if count)
+        + "."
+    )
+
+
 def serve_command(profile: str, params: Profile, target: str) -> str:
     """The shell command that serves target and head the way they were measured."""
     speculative = {
         "method": "eagle3",
         "model": f"data/{profile}/draft_head",
-        "num_speculative_tokens": params.benchmark.num_speculative_tokens,
+        "num_speculative_tokens": params.benchmark.num_speculative_tokens[0],
     }
     # an unquoted ~ is what the shell expands
     name = f"~/{shlex.quote(target[2:])}" if target.startswith("~/") else shlex.quote(target)
@@ -152,21 +174,25 @@ def render(results: Results, params: Profile, target: str) -> tuple[str, dict[st
         results=results,
         params=params,
         parameters=json.dumps(params.model_dump(mode="json"), indent=2, ensure_ascii=False),
-        verdict=judge(results, params.benchmark.num_speculative_tokens),
+        verdict=judge(results, params.benchmark.num_speculative_tokens[0]),
         breakeven=step_cost(bench.eagle3),
         methods={name: getattr(bench, name) for name in METHODS},
         sets=bench.by_set(),
         set_verdicts=by_set(results),
         drafting=drafting(results),
         names=NAMES,
+        cells=bench.cells(),
         plots=plots,
         checks=extraction_checks(results.extract),
         extracted=list(facts("Extraction", results.extract.model_extra or {})),
         data=[
-            *facts("Conversations", results.prepare),
+            # sources have a table of their own
+            *facts("Conversations", {name: value for name, value in results.prepare.items() if name != "by_source"}),
             *facts("Responses", results.respond),
             *facts("Tokens", results.encode),
         ],
+        trained=trained_on(results, params),
+        sources=results.prepare.get("by_source", {}),
         vocabulary=list(facts("Draft vocabulary", results.vocab.model_dump())),
         training=list(facts("Training", results.train.model_dump())),
         stored=results.extract.tokens * results.extract.bytes_per_token,

@@ -66,6 +66,26 @@ class Training(_Measured):
     tokens_per_s: float
 
 
+class Served(_Measured):
+    """One method at one k and one number of requests at a time."""
+
+    acceptance_length: float = Field(gt=0)
+    output_tokens_per_s: float = Field(gt=0)
+    speedup: float = Field(gt=0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`Served` with its place in the grid."""
+
+    method: str
+    k: int
+    concurrency: int
+    acceptance_length: float
+    output_tokens_per_s: float
+    speedup: float
+
+
 class Benchmark(_Measured):
     """The three methods over the held-out prompts, and by prompt set."""
 
@@ -73,12 +93,22 @@ class Benchmark(_Measured):
     ngram: Method
     eagle3: Method
     sets: dict[str, dict[str, Method]] = {}
+    grid: dict[str, dict[str, dict[str, Served]]] = {}
 
     def by_set(self) -> dict[str, dict[str, Method]]:
         """Set → method → figures, the held-out prompts first, then by name."""
         heldout = {name: getattr(self, name) for name in METHODS}
         others = {name: self.sets[name] for name in sorted(self.sets) if name != "heldout"}
         return {"heldout": heldout, **others}
+
+    def cells(self) -> list[Cell]:
+        """The grid ``<method>.k<k>.c<concurrency>`` in the order of method, k and concurrency."""
+        return [
+            Cell(method, k, c, served.acceptance_length, served.output_tokens_per_s, served.speedup)
+            for method, by_k in self.grid.items()
+            for k, by_c in sorted((int(name[1:]), value) for name, value in by_k.items())
+            for c, served in sorted((int(name[1:]), value) for name, value in by_c.items())
+        ]
 
 
 class Epoch(_Measured):
