@@ -18,11 +18,11 @@ WHICH := $(if $(filter file,$(origin PROFILE)),,report@$(PROFILE))
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff plots remote push pull fetch fsck gc adopt commit clean lock
+.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff compare plots remote push pull fetch fsck gc adopt commit clean lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	printf '\nVariables: PROFILE=%s (of params.yaml), ENGINE=%s (cpu or cuda), REV=%s (for diff)\n' '$(PROFILE)' '$(ENGINE)' '$(REV)'
+	printf '\nVariables: PROFILE=%s (of params.yaml), ENGINE=%s (cpu or cuda), REV=%s (for diff and compare)\n' '$(PROFILE)' '$(ENGINE)' '$(REV)'
 
 # A venv with uv in it, of the first Python 3.11 or 3.12 that really runs (a pyenv shim may not) and can make one.
 define venv
@@ -101,6 +101,9 @@ metrics: setup ## show the metrics of all active profiles
 diff: setup ## compare metrics with those of another commit (REV)
 	@dvc metrics diff $(REV)
 
+compare: setup ## say what is better or worse than in another run (REV: commit, branch, REV:profile or a metrics folder); GATE=1: fail if the head is worse
+	@eyas compare "$(REV)" workspace$(if $(filter file,$(origin PROFILE)),,:$(PROFILE)) $(if $(GATE),--gate)
+
 plots: setup ## draw the plot series as one page
 	@dvc plots show --out .work/plots
 
@@ -108,16 +111,16 @@ remote: setup ## make URL this checkout's remote: /a/folder, ssh://host/path or 
 	@if [ -z "$(URL)" ]; then echo "error: which? make remote URL=/a/folder, ssh://host/path or s3://bucket/path" >&2; exit 1; fi
 	python -m eyas.moving set "$(URL)" $(if $(ENDPOINT),--endpoint "$(ENDPOINT)") $(if $(JOBS),--jobs "$(JOBS)")
 
-push: setup ## send PROFILE's outputs to the remote and check them there; RUNS=1: those of earlier runs too
-	@python -m eyas.moving push $(PROFILE) $(if $(RUNS),--runs)
+push: setup ## send PROFILE's outputs to the remote and check them there; RUNS=1: those of earlier runs too; VIA=rclone, BWLIMIT=200M
+	@python -m eyas.moving push $(PROFILE) $(if $(RUNS),--runs) $(if $(VIA),--via "$(VIA)") $(if $(BWLIMIT),--bwlimit "$(BWLIMIT)")
 
 pull: setup ## bring PROFILE's outputs from the remote into the checkout
 	@$(if $(filter file,$(origin PROFILE)),,eyas activate $(PROFILE))
-	python -m eyas.moving pull $(PROFILE) $(if $(RUNS),--runs)
+	python -m eyas.moving pull $(PROFILE) $(if $(RUNS),--runs) $(if $(VIA),--via "$(VIA)") $(if $(BWLIMIT),--bwlimit "$(BWLIMIT)")
 
 fetch: setup ## bring PROFILE's outputs from the remote into DVC's cache only
 	@$(if $(filter file,$(origin PROFILE)),,eyas activate $(PROFILE))
-	python -m eyas.moving fetch $(PROFILE) $(if $(RUNS),--runs)
+	python -m eyas.moving fetch $(PROFILE) $(if $(RUNS),--runs) $(if $(VIA),--via "$(VIA)") $(if $(BWLIMIT),--bwlimit "$(BWLIMIT)")
 
 fsck: setup ## compare DVC's cache, metrics and stores with their checksums; damage goes to quarantine and is fetched again; DRY=1: report only
 	@eyas cache fsck $(if $(DRY),--dry-run)

@@ -19,9 +19,9 @@ PROFILE: dict[str, Any] = {
     "draft": {"num_layers": 1},
     "train": {"epochs": 2, "lr": 1.0e-3, "tokens_per_step": 256},
     "benchmark": {
-        "num_speculative_tokens": 2,
+        "num_speculative_tokens": [2],
         "max_tokens": 12,
-        "concurrency": 4,
+        "concurrency": [4],
         "heldout_prompts": 6,
         "prompts_per_set": 2,
     },

@@ -125,22 +125,19 @@ def _prepare_process(machine: Machine) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def _lock(stage: Stage) -> int:
-    """Refuse a second writer; the lock file holds the pid that really has it.
+def hold_lock(path: Path, what: str) -> int:
+    """Refuse a second one; the lock file holds the pid that really has it, as long as the descriptor given is open.
 
     Raises:
-        EyasError: another process runs this stage.
+        EyasError: another process has it.
     """
-    path = Path(".work") / stage.profile / f"{stage.name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        raise EyasError(
-            f"{stage.name}@{stage.profile} is running already (pid {holder}); wait for it or stop it"
-        ) from None
+        raise EyasError(f"{what} is running already (pid {holder}); wait for it or stop it") from None
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
@@ -227,7 +224,7 @@ def stage_main(name: str, run: Callable[[Stage], None]) -> None:
         machine = load_machine()
         stage = Stage(name, sys.argv[1], load_profile(sys.argv[1]), machine)
         _prepare_process(machine)
-        lock = _lock(stage)
+        lock = hold_lock(Path(".work") / stage.profile / f"{stage.name}.lock", f"{stage.name}@{stage.profile}")
         log = stage.log
         quiet_engines(log)
         started = time.monotonic()

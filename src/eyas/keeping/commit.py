@@ -7,8 +7,8 @@ from pathlib import Path
 from eyas.errors import EyasError
 from eyas.keeping.cache import LOCK_FILE, git, read_lock
 from eyas.keeping.merge import with_stages_of
+from eyas.metrics import check_metrics
 from eyas.params import load_profile
-from eyas.summary import check_metrics
 
 _PLAIN = ("params.yaml", "dvc.yaml")
 

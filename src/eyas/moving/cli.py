@@ -13,6 +13,7 @@ import typer
 from eyas.console import console
 
 if TYPE_CHECKING:
+    from eyas.moving.rclone import Rclone
     from eyas.moving.transfer import Moved
 
 app = typer.Typer(no_args_is_help=True, help="Artefacts to and from other machines, through a DVC remote.")
@@ -20,6 +21,8 @@ _Profile = Annotated[str, typer.Argument(metavar="PROFILE", help="a name under `
 _Runs = Annotated[
     bool, typer.Option("--runs", help="Earlier runs of the profile too: their records and their outputs.")
 ]
+_Via = Annotated[str | None, typer.Option(help="`rclone`: it moves the files, many at a time.", show_default=False)]
+_Limit = Annotated[str | None, typer.Option(help="Most bytes a second for rclone, as in 200M.", show_default=False)]
 
 
 @app.command("set")
@@ -39,7 +42,7 @@ def set_command(
 
 
 @app.command("push")
-def push_command(profile: _Profile, runs: _Runs = False) -> None:
+def push_command(profile: _Profile, runs: _Runs = False, via: _Via = None, bwlimit: _Limit = None) -> None:
     """Send what the remote lacks of a profile, and check that all of it is there."""
     from eyas.moving.objects import open_repo
     from eyas.moving.pushing import push
@@ -47,22 +50,22 @@ def push_command(profile: _Profile, runs: _Runs = False) -> None:
 
     started = time.monotonic()
     transfer = Transfer(open_repo())
-    _report("sent", push(transfer, profile, runs), started)
+    _report("sent", push(transfer, profile, runs, _rclone(via, bwlimit)), started)
 
 
 @app.command("fetch")
-def fetch_command(profile: _Profile, runs: _Runs = False) -> None:
+def fetch_command(profile: _Profile, runs: _Runs = False, via: _Via = None, bwlimit: _Limit = None) -> None:
     """Bring what DVC's cache lacks of a profile; the checkout stays as it is."""
     from eyas.moving.fetching import fetch
     from eyas.moving.objects import open_repo
     from eyas.moving.transfer import Transfer
 
     started = time.monotonic()
-    _report("fetched", fetch(Transfer(open_repo()), profile, runs), started)
+    _report("fetched", fetch(Transfer(open_repo()), profile, runs, via=_rclone(via, bwlimit)), started)
 
 
 @app.command("pull")
-def pull_command(profile: _Profile, runs: _Runs = False) -> None:
+def pull_command(profile: _Profile, runs: _Runs = False, via: _Via = None, bwlimit: _Limit = None) -> None:
     """Bring what DVC's cache lacks of a profile, and put its outputs into the checkout."""
     from dvc.exceptions import DvcException
 
@@ -73,7 +76,7 @@ def pull_command(profile: _Profile, runs: _Runs = False) -> None:
 
     started = time.monotonic()
     repo = open_repo()
-    moved = fetch(Transfer(repo), profile, runs)
+    moved = fetch(Transfer(repo), profile, runs, via=_rclone(via, bwlimit))
     try:
         repo.checkout([f"{LAST_STAGE}@{profile}"], with_deps=True)
     except DvcException as error:
@@ -99,15 +102,15 @@ def check_command(
     console.print(f"{profile}: the remote has all {check(Transfer(open_repo()), profile, content)} objects")
 
 
-@app.command("missing")
-def missing_command(profile: _Profile) -> None:
-    """Print the files that a push would send, as paths below files/md5, for a tool such as rclone to send them first."""
-    from eyas.moving.objects import open_repo
-    from eyas.moving.pushing import missing
-    from eyas.moving.transfer import Transfer
+def _rclone(via: str | None, limit: str | None) -> Rclone | None:
+    from eyas.errors import EyasError
+    from eyas.moving.rclone import Rclone
 
-    for path in missing(Transfer(open_repo()), profile):
-        typer.echo(path)
+    if via not in (None, "rclone"):
+        raise EyasError(f"VIA={via}: only `rclone` is known; without VIA, Eyas moves the files itself")
+    if limit and via is None:
+        raise EyasError("BWLIMIT: only rclone has a limit on its bandwidth; add VIA=rclone")
+    return Rclone.found(limit) if via else None
 
 
 def _report(verb: str, moved: Moved, started: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,12 +13,13 @@ from eyas.files import atomic_file
 from eyas.keeping.cache import file_md5
 from eyas.moving.history import remote_records
 from eyas.moving.objects import Object, listed, profile_outputs
+from eyas.moving.rclone import Rclone
 from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, named
 
 _STALE_SECONDS = 24 * 3600
 
 
-def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "") -> Moved:
+def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "", via: Rclone | None = None) -> Moved:
     """Bring what the cache lacks of a profile; every object is hashed before it gets its name.
 
     Args:
@@ -25,6 +27,7 @@ def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "") 
         profile: its name.
         runs: also bring the records of the profile's runs, and the objects that they name.
         only: just the outputs at or below this path.
+        via: what brings the files; they are hashed here all the same.
 
     Raises:
         EyasError: names what the remote does not have, or has damaged, once all the rest is here; or the disk is too small.
@@ -38,9 +41,12 @@ def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "") 
     todo = [thing for thing in todo if thing.oid in there]
     total = sum(there[thing.oid] for thing in todo)
     _prepare_cache(transfer, total)
+    incoming = via.bring(transfer, todo) if via and todo else None
     with Progress(f"fetching {profile}", -(-total // MIB), "MiB") as bar:
         counted = Bar(bar)
-        faults = [line for line in transfer.each(lambda thing: _bring(transfer, thing, counted), todo) if line]
+        faults = [line for line in transfer.each(lambda t: _bring(transfer, t, counted, incoming), todo) if line]
+    if incoming:
+        shutil.rmtree(incoming)
     absent = {thing.oid for thing in todo if not transfer.cached(thing.oid).is_file()} | {thing.oid for thing in lost}
     new = [thing for thing in lists if not transfer.cached(thing.oid).is_file()]
     for thing in new:
@@ -75,14 +81,18 @@ def _prepare_cache(transfer: Transfer, size: int) -> None:
         )
 
 
-def _bring(transfer: Transfer, thing: Object, bar: Bar) -> str | None:
-    """Fetch one object; a line if its bytes are not those that its name says."""
+def _bring(transfer: Transfer, thing: Object, bar: Bar, incoming: Path | None) -> str | None:
+    """Fetch one object, or take it from where it waits; a line if its bytes are not those that its name says."""
     target = transfer.cached(thing.oid)
     try:
         with atomic_file(target) as temporary:
-            transfer.remote.fs.get_file(
-                transfer.remote.odb.oid_to_path(thing.oid), str(temporary), callback=FileBytes(bar.add)
-            )
+            if incoming:
+                os.replace(incoming / thing.oid[:2] / thing.oid[2:], temporary)
+                bar.add(temporary.stat().st_size)
+            else:
+                transfer.remote.fs.get_file(
+                    transfer.remote.odb.oid_to_path(thing.oid), str(temporary), callback=FileBytes(bar.add)
+                )
             if file_md5(temporary) != thing.oid.removesuffix(".dir"):
                 raise _Damaged
             temporary.chmod(0o444)

@@ -13,7 +13,8 @@ from typing import Any
 
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
-from dvc.stage.exceptions import StageNotFound
+from dvc.stage import Stage
+from networkx import descendants  # type: ignore[import-untyped]
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -66,13 +67,14 @@ def profile_outputs(repo: Repo, profile: str) -> list[Object]:
     """
     load_profile(profile)
     try:
-        stages = repo.stage.collect(f"{LAST_STAGE}@{profile}", with_deps=True)
-    except StageNotFound:
-        raise EyasError(
-            f"params.yaml: `{profile}` is not active, so DVC does not know its stages; `eyas activate {profile}`"
-        ) from None
+        last = stage_named(repo, f"{LAST_STAGE}@{profile}")
+        stages = [last, *descendants(repo.index.graph, last)] if last else []
     except DvcException as error:
         raise EyasError(f"DVC cannot read the pipeline: {error}") from error
+    if not stages:
+        raise EyasError(
+            f"params.yaml: `{profile}` is not active, so DVC does not know its stages; `eyas activate {profile}`"
+        )
     outs = [out for stage in stages for out in stage.outs if out.use_cache and out.hash_info]
     if not outs:
         raise EyasError(
@@ -80,6 +82,11 @@ def profile_outputs(repo: Repo, profile: str) -> list[Object]:
             "the lock of a machine that did"
         )
     return sorted({Object(out.hash_info.value, repo.fs.relpath(out.fs_path, repo.root_dir)) for out in outs})
+
+
+def stage_named(repo: Repo, name: str) -> Stage | None:
+    """A stage of the pipeline as DVC has read it already: its own search reads ``dvc.yaml`` and ``dvc.lock`` again each time."""
+    return next((stage for stage in repo.index.stages if stage.addressing == name), None)
 
 
 def listed(content: bytes, directory: Object) -> list[Object]:

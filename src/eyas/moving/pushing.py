@@ -10,6 +10,7 @@ from eyas.errors import EyasError
 from eyas.keeping.cache import file_md5
 from eyas.moving.history import send_record, whole_records
 from eyas.moving.objects import Object, Record, profile_outputs
+from eyas.moving.rclone import Rclone
 from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, named, once
 
 _CHUNK = 4 * MIB
@@ -44,47 +45,48 @@ def _plan(transfer: Transfer, profile: str, runs: bool) -> _Plan:
     return _Plan(objects, todo, here, before, history)
 
 
-def missing(transfer: Transfer, profile: str) -> list[str]:
-    """Paths below ``files/md5``, of the cache and of the remote, of the files that a push would send; lists are left to it.
-
-    Raises:
-        EyasError: as for `push`.
-    """
-    return [f"{t.oid[:2]}/{t.oid[2:]}" for t in _plan(transfer, profile, False).todo if not t.is_list]
-
-
-def push(transfer: Transfer, profile: str, runs: bool = False) -> Moved:
+def push(transfer: Transfer, profile: str, runs: bool = False, via: Rclone | None = None) -> Moved:
     """Send what the remote lacks of a profile, and check afterwards that all of it is there.
 
     Every object is hashed before it is sent, and after it on a remote that is a folder; of those that were there already, the
-    size is compared. With ``runs``, also the records of the profile's earlier runs whose objects are all here, with them.
+    size is compared. With ``runs``, also the records of the profile's earlier runs whose objects are all here, with them. With
+    ``via``, rclone sends the files; lists of directories go after them all the same.
 
     Raises:
         EyasError: objects that are neither here nor there, that are damaged here, or that are not whole on the remote afterwards.
     """
     plan = _plan(transfer, profile, runs)
     total = sum(plan.here[thing.oid] for thing in plan.todo)
-    with Progress(f"sending {profile}", -(-total // MIB), "MiB") as bar:
+    files, lists = ([t for t in plan.todo if t.is_list == is_list] for is_list in (False, True))
+    if via and files:
+        transfer.each(lambda t: _prove(transfer, t, t.oid in plan.before), files)
+        via.send(transfer, files)
+        files = []
+    with Progress(f"sending {profile}", -(-sum(plan.here[t.oid] for t in [*files, *lists]) // MIB), "MiB") as bar:
         counted = Bar(bar)
-        for part in (False, True):  # files, then lists
-            transfer.each(
-                lambda t: _send(transfer, t, t.oid in plan.before, counted), [t for t in plan.todo if t.is_list == part]
-            )
+        for part in (files, lists):
+            transfer.each(lambda t: _send(transfer, t, t.oid in plan.before, counted), part)
     _check_sent(transfer, profile, plan)
     for record in plan.history:
         send_record(transfer, record)
     return Moved(len(plan.todo), total, len(plan.objects) - len(plan.todo))
 
 
-def _send(transfer: Transfer, thing: Object, replace: bool, bar: Bar) -> None:
-    odb, source = transfer.remote.odb, transfer.cached(thing.oid)
+def _prove(transfer: Transfer, thing: Object, replace: bool) -> None:
+    """See that an object is what its name says before it goes, and make room for it if the remote has one of another size."""
+    source = transfer.cached(thing.oid)
     if file_md5(source) != thing.oid.removesuffix(".dir"):
         raise EyasError(
             f"{thing.path}: damaged in DVC's cache ({source}), so it was not sent; `make fsck` finds all such"
         )
     if replace:  # a size that is not its own
-        odb.delete(thing.oid)
-    odb.add(str(source), transfer.repo.cache.local.fs, thing.oid, callback=FileBytes(bar.add), verify=False)
+        transfer.remote.odb.delete(thing.oid)
+
+
+def _send(transfer: Transfer, thing: Object, replace: bool, bar: Bar) -> None:
+    _prove(transfer, thing, replace)
+    source = str(transfer.cached(thing.oid))
+    transfer.remote.odb.add(source, transfer.repo.cache.local.fs, thing.oid, callback=FileBytes(bar.add), verify=False)
 
 
 def _check_sent(transfer: Transfer, profile: str, plan: _Plan) -> None:

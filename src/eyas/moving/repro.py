@@ -5,36 +5,52 @@ DVC's ``repro --pull`` copies every record of every run from the remote each tim
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
-from dvc.repo.reproduce import collect_stages, get_active_graph, plan_repro
+from dvc.repo.reproduce import get_active_graph, plan_repro
 from dvc.stage import Stage
+from dvc.utils.serialize import LOADERS
 
 from eyas.console import console
 from eyas.errors import EyasError
 from eyas.moving.fetching import fetch
-from eyas.moving.objects import LAST_STAGE, Object, listed, open_repo, profile_outputs
+from eyas.moving.objects import LAST_STAGE, Object, listed, open_repo, profile_outputs, stage_named
 from eyas.moving.remote import remote_url
 from eyas.moving.transfer import Transfer
 from eyas.process import die_with_parent
 from eyas.published import STAGE, store_path
+from eyas.stage import hold_lock
 
 
 def repro(profiles: list[str]) -> None:
     """Bring ``report@<profile>`` of each profile up to date.
 
+    One at a time in a checkout: DVC lets go of its lock while a stage runs, and a stage that has ended fails if another DVC has it.
+
     Raises:
-        EyasError: a stage failed; DVC cannot read the pipeline; a remote is set, is needed and does not answer.
+        EyasError: another one is at work here; a stage failed; DVC cannot read the pipeline; a remote is set, is needed and does
+            not answer.
     """
+    lock = hold_lock(Path(".work/repro.lock"), "`make repro` of this checkout")
+    try:
+        _repro(profiles)
+    finally:
+        os.close(lock)
+
+
+def _repro(profiles: list[str]) -> None:
     repo = open_repo()
     remote = remote_url(repo) is not None
     with _planning(repo):
@@ -86,17 +102,45 @@ def _check_remote(repo: Repo, profiles: list[str]) -> None:
 def _planning(repo: Repo) -> Iterator[None]:
     """Hold DVC's lock, so that the pipeline is read once and nobody changes it meanwhile."""
     try:
-        with lock_repo(repo):
+        with lock_repo(repo), _parameters_read_once():
             yield
     except (DvcException, LockError) as error:
         raise EyasError(f"DVC cannot plan the run: {error}") from error
 
 
+@contextmanager
+def _parameters_read_once() -> Iterator[None]:
+    """Have DVC parse a file of parameters once in place of once for each stage; it still reads and compares every one."""
+    parse, parsed = LOADERS[".yaml"], dict[str, Any]()
+
+    def load(path: str, fs: Any = None, **options: Any) -> Any:
+        content = fs.open(path, "rb").read() if fs else Path(path).read_bytes()
+        key = f"{path} {options} {hashlib.md5(content, usedforsecurity=False).hexdigest()}"
+        if key not in parsed:
+            parsed[key] = parse(path, fs=fs, **options)
+        return deepcopy(parsed[key])
+
+    LOADERS[".yaml"] = load
+    try:
+        yield
+    finally:
+        LOADERS[".yaml"] = parse
+
+
 def _first_due(repo: Repo, targets: list[str], lean: bool) -> Stage | None:
     """The first stage that DVC would run or restore; those after it depend on what comes of it."""
     graph = get_active_graph(repo.index.graph)
-    steps = plan_repro(graph, collect_stages(repo, targets))
+    steps = plan_repro(graph, _named(repo, targets))
     return next((stage for stage in steps if stage.changed(lean, list(graph.successors(stage)))), None)
+
+
+def _named(repo: Repo, targets: list[str]) -> list[Stage]:
+    stages = [stage_named(repo, target) for target in targets]
+    if None in stages:
+        raise EyasError(
+            f"dvc.yaml: no stage {targets[stages.index(None)]}; `active` in params.yaml says which profiles there are"
+        )
+    return [stage for stage in stages if stage]
 
 
 def _bring_store(repo: Repo, profile: str, options: list[str]) -> None:
@@ -107,7 +151,7 @@ def _bring_store(repo: Repo, profile: str, options: list[str]) -> None:
         if not stores or _is_cached(repo, stores[0]) or _first_due(repo, [extract], True) is None:
             return
         graph = get_active_graph(repo.index.graph)
-        before = [s.addressing for stage in collect_stages(repo, [extract]) for s in graph.successors(stage)]
+        before = [s.addressing for stage in _named(repo, [extract]) for s in graph.successors(stage)]
         unsure = bool(before) and _first_due(repo, before, True) is not None  # its inputs say whether it is due
     if unsure:
         _run_dvc(["repro", *options, *before])

@@ -69,6 +69,11 @@ class Transfer:
         """Where the cache has an object, or would have it."""
         return Path(self.repo.cache.local.oid_to_path(oid))
 
+    @property
+    def incoming(self) -> Path:
+        """Where files wait that another program brought and nobody has hashed yet; DVC does not look there."""
+        return Path(self.repo.cache.legacy.path) / "incoming"
+
     def each(self, work: Callable[[_T], _R], things: Iterable[_T]) -> list[_R]:
         """Do a thing for each of many, a few at a time; the first fault ends it once those under way are done."""
         with reaching(self.url), ThreadPoolExecutor(self.jobs) as pool:
