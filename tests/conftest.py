@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,16 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("eyas", deadline=None, derandomize=True, database=None)
 settings.load_profile("eyas")
+_PRELOADED = os.environ.get("LD_PRELOAD")
+
+
+@pytest.fixture(autouse=True)
+def _preload_nothing_more() -> Iterator[None]:
+    """vLLM's import has all later processes load torch's libraries; tests that ask what a process loads want none of that."""
+    os.environ.pop("LD_PRELOAD", None)
+    if _PRELOADED is not None:
+        os.environ["LD_PRELOAD"] = _PRELOADED
+    yield
 
 
 @pytest.fixture(scope="session")
