@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from eyas.benchmark.breakeven import BreakEven, StepTime, measured_words, step_time, unsteady_words, words
-from eyas.benchmark.profile import break_even, check_room, methods, rows_of
+from eyas.benchmark.profile import break_even, check_room, engines, rows_of
 from eyas.benchmark.profile_command import numbers, sentences
 from eyas.benchmark.profile_plot import draw
 from eyas.benchmark.timing import DraftedTokens, repeated_prompt
@@ -109,9 +109,10 @@ def test_rows_come_from_the_processes_answers_and_back_from_a_file() -> None:
         break_even(measured, [2], [3])
 
 
-def test_methods_are_plain_then_both_drafters_for_each_k(tmp_path: Path) -> None:
-    made = methods(load_profile("smoke"), tmp_path, [3, 5])
-    assert [m.label for m in made] == ["plain", "ngram-k3", "eagle3-k3", "ngram-k5", "eagle3-k5"]
+def test_engines_are_plain_then_each_drafter_with_each_k(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    made = engines(load_profile("smoke"), tmp_path, [3, 5])
+    assert [m.label for m in made] == ["plain", "ngram-k3", "ngram-k5", "eagle3-k3", "eagle3-k5"]
     assert made[-1].speculative == {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 5}
 
 

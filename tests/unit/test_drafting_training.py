@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from eyas.drafting.data import TrainingData
 from eyas.drafting.gradients import Together
 from eyas.drafting.heads import export
 from eyas.drafting.heldout import Heldout
-from eyas.drafting.optimizing import learning_rate
+from eyas.drafting.optimizing import learning_rate, make_optimizers
 from eyas.drafting.records import Training, epochs_csv, steps_csv, train_metrics
+from eyas.drafting.tracking import Trackers
 from eyas.drafting.training import fit
 from eyas.errors import EyasError
 from eyas.params import TrainParams
@@ -87,6 +89,63 @@ def test_a_bad_batch_names_its_rows_and_changes_nothing(tmp_path: Path) -> None:
     assert all(p.isfinite().all() for p in case.model.parameters())
 
 
+def test_a_bad_step_is_left_out_where_that_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = make_case(tmp_path, rows=6)
+    bits = states_of(case.rows[1]).copy()
+    bits[2, 0, 0] = 0x7FC0  # NaN
+    params = _PARAMS.model_copy(update={"on_nan": "skip"})
+    training = _fit(case, params, changed={case.rows[1].key: bits})
+    left_out = [step for step in training.steps if step.loss is None]
+    assert [step.epoch for step in left_out] == [1, 2, 3]
+    assert all(p.isfinite().all() for p in case.model.parameters())
+    assert training.epochs[-1].train_loss < training.epochs[0].train_loss
+    assert case.rows[1].conversation_id in capsys.readouterr().err
+    assert train_metrics(training)["skipped_steps"] == 3
+
+
+def test_too_many_bad_steps_in_a_row_end_it(tmp_path: Path) -> None:
+    case = make_case(tmp_path, rows=6)
+    changed = {}
+    for row in case.rows[1:]:
+        changed[row.key] = states_of(row).copy()
+        changed[row.key][2, 0, 0] = 0x7FC0
+    params = _PARAMS.model_copy(update={"on_nan": "skip", "max_skipped": 1})
+    with pytest.raises(EyasError, match="2 steps in a row are not finite"):
+        _fit(case, params, changed=changed)
+
+
+def test_patience_ends_a_training_that_gets_no_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyas.drafting.acceptance import Acceptance
+
+    case = make_case(tmp_path, rows=4)
+    lengths = iter([1.6, 1.4, 1.7])
+    monkeypatch.setattr(
+        Heldout, "evaluate", lambda *_: (1.0, Acceptance([0.5], length := next(lengths), length, length, 1))
+    )
+    training = _fit(case, _PARAMS.model_copy(update={"patience": 1}))
+    assert [epoch.epoch for epoch in training.epochs] == [1, 2]
+    assert training.best.epoch == 1
+
+
+def test_muon_takes_the_matrices_and_learns(tmp_path: Path) -> None:
+    params = _PARAMS.model_copy(update={"optimizer": "muon"})
+    case = make_case(tmp_path, rows=6)
+    own = {name: weight for name, weight in case.model.named_parameters() if weight.requires_grad}
+    muon, adamw = make_optimizers(own, params)
+    assert isinstance(muon, torch.optim.Muon)
+    assert all(weight.ndim == 2 for group in muon.param_groups for weight in group["params"])
+    assert all(weight.ndim == 1 for group in adamw.param_groups for weight in group["params"])
+    training = _fit(case, params)
+    assert training.epochs[-1].train_loss < training.epochs[0].train_loss
+
+
+@pytest.mark.parametrize("name", ["dvclive", "tensorboard", "wandb"])
+def test_a_tracker_without_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+    with pytest.raises(EyasError, match=f"track: {name}: the package is missing"):
+        Trackers([name], tmp_path, 0)
+
+
 def test_series_have_the_loss_of_each_depth(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows=4)
     training = _fit(case, _PARAMS.model_copy(update={"ttt_decay": 0.5, "epochs": 1}))
@@ -113,6 +172,21 @@ def test_learning_rate_warms_up_and_ends_at_zero() -> None:
     assert max(rates) == 1.0 == rates[10]
     assert all(np.diff(rates[10:]) < 0)
     assert rates[-1] < 0.001
+
+
+def test_schedules_fall_as_they_are_called() -> None:
+    rates = {
+        name: [
+            learning_rate(s, 100, _PARAMS.model_copy(update={"lr": 1.0, "warmup_share": 0.1, "schedule": name}))
+            for s in range(100)
+        ]
+        for name in ("linear", "wsd")
+    }
+    assert rates["linear"][10] == pytest.approx(1.0)
+    assert rates["linear"][55] == pytest.approx(0.5)
+    assert rates["wsd"][10] == rates["wsd"][80] == 1.0
+    assert rates["wsd"][90] == pytest.approx(0.5)
+    assert all(np.diff(rates["wsd"][80:]) < 0)
 
 
 def test_export_is_deterministic_and_names_no_path(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from eyas.benchmark.acceptance import Trace
+from eyas.benchmark.child import ended
 from eyas.benchmark.methods import Method
 from eyas.benchmark.prompts import Prompt
 from eyas.benchmark.runs import Repeat
@@ -148,5 +149,4 @@ class EngineProcess:
             if advance is not None:
                 advance()
         status = self._process.wait()
-        reason = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"failed with status {status}"
-        raise EyasError(f"benchmark, {self.method.label}: its process {reason}; engine log: {self.log}")
+        raise EyasError(f"benchmark, {self.method.label}: its process {ended(status)}; engine log: {self.log}")

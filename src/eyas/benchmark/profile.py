@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from eyas.benchmark.breakeven import BreakEven, StepTime, acceptance_length, step_time
-from eyas.benchmark.methods import EAGLE3, NGRAM, PLAIN, Method
+from eyas.benchmark.child import ended
+from eyas.benchmark.methods import EAGLE3, NGRAM, PLAIN, Method, methods
 from eyas.console import console
 from eyas.errors import EyasError
 from eyas.files import write_json_atomic
@@ -56,17 +57,10 @@ def untrained_head(params: Profile, target: Path, directory: Path) -> None:
     export(head, directory)
 
 
-def methods(params: Profile, head: Path, k: Sequence[int]) -> list[Method]:
-    """Plain decoding, then n-gram and the head with each number of draft tokens."""
-    lookup = {
-        "method": "ngram",
-        "prompt_lookup_min": params.benchmark.ngram_lookup_min,
-        "prompt_lookup_max": params.benchmark.ngram_lookup_max,
-    }
-    drafters = ((NGRAM, lookup), (EAGLE3, {"method": "eagle3", "model": str(head)}))
-    return [Method(PLAIN, 0, None)] + [
-        Method(name, tokens, config | {"num_speculative_tokens": tokens}) for tokens in k for name, config in drafters
-    ]
+def engines(params: Profile, head: Path, k: Sequence[int]) -> list[Method]:
+    """Plain decoding, n-gram and the head with each number of draft tokens, as the benchmark has them."""
+    asked = {"num_speculative_tokens": list(k), "suffix": False, "references": []}
+    return methods(params.benchmark.model_copy(update=asked), head)
 
 
 def check_room(context_length: int, batch_sizes: Sequence[int], k: Sequence[int], max_model_len: int) -> None:
@@ -108,8 +102,7 @@ def _measure(method: Method, common: dict[str, Any], work: Path, log: Path, mach
     if "error" in answer:
         raise EyasError(f"profile, {method.label}: {answer['error']} (engine log: {method_log})")
     if status != 0 or "batches" not in answer:
-        reason = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"failed with status {status}"
-        raise EyasError(f"profile, {method.label}: its process {reason}; engine log: {method_log}")
+        raise EyasError(f"profile, {method.label}: its process {ended(status)}; engine log: {method_log}")
     return answer
 
 
@@ -180,7 +173,7 @@ def measure(
             "trace_steps": TRACE_STEPS,
         }
         measured = {}
-        every = methods(params, head, k)
+        every = engines(params, head, k)
         for number, method in enumerate(every, 1):
             console.print(f"profile, engine {number} of {len(every)}: {method.label}")
             measured[method.label] = _measure(method, common, Path(folder), log, machine)

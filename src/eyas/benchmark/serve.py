@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.benchmark.acceptance import Counters, Trace, check_counters, check_trace, count
+from eyas.benchmark.child import run_and_exit
 from eyas.benchmark.prompts import Prompt
-from eyas.console import console, quiet_engines
-from eyas.errors import EyasError
+from eyas.console import quiet_engines
 from eyas.extraction.engine import open_engine
 from eyas.params import Machine, TargetParams
 from eyas.process import die_with_parent
@@ -190,19 +189,7 @@ def main() -> None:
             replies.write(json.dumps(message, allow_nan=False) + "\n")
 
         quiet_engines(Path(request["log"]))
-        status = 0
-        try:
-            _work(request, reply)
-        except EyasError as error:
-            reply({"error": str(error)})
-            status = 1
-        except Exception:
-            traceback.print_exc()  # into the log, which the parent names
-            status = 1
-    console.file.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # an engine's threads and processes may keep a normal exit waiting
+        run_and_exit(lambda: _work(request, reply), lambda error: reply({"error": error}))
 
 
 if __name__ == "__main__":

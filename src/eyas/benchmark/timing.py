@@ -8,16 +8,15 @@ on how many tokens it drafts and verifies, not on how many of them are accepted.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eyas.benchmark.child import run_and_exit
 from eyas.benchmark.trace import read_trace
-from eyas.console import Progress, console, quiet_engines
+from eyas.console import Progress, quiet_engines
 from eyas.errors import EyasError
 from eyas.extraction.engine import open_engine
 from eyas.files import write_json_atomic
@@ -192,19 +191,10 @@ def main() -> None:
     request_file, result_file = map(Path, sys.argv[1:])
     request = json.loads(request_file.read_text())
     quiet_engines(Path(request["log"]))
-    status = 0
-    try:
-        write_json_atomic(result_file, _run(request))
-    except EyasError as error:
-        write_json_atomic(result_file, {"error": str(error)})
-        status = 1
-    except Exception:
-        traceback.print_exc()  # into the log, which the parent names
-        status = 1
-    console.file.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # an engine's threads and processes may keep a normal exit waiting
+    run_and_exit(
+        lambda: write_json_atomic(result_file, _run(request)),
+        lambda error: write_json_atomic(result_file, {"error": error}),
+    )
 
 
 if __name__ == "__main__":

@@ -41,10 +41,13 @@ class Plan:
     rows: list[torch.Tensor]  # by depth: the active row that predicts a label ...
     labels: list[torch.Tensor]  # ... and which of `label_slots` it is, ascending
     planned_labels: list[torch.Tensor]  # the same on the CPU, where chunks are cut without waiting for the device
-    active_lengths: list[int]  # active slots of each document
-    blocked: list[torch.Tensor]  # bool [active, slots] of each document: keys in the future
     slots: int  # of the batch
     places: list[torch.Tensor]  # the active slots of each document, counted from its start
+
+    @property
+    def active_lengths(self) -> list[int]:
+        """Active slots of each document."""
+        return [len(places) for places in self.places]
 
     @property
     def all_active(self) -> bool:
@@ -71,23 +74,11 @@ def make_plan(batch: Batch, depths: int) -> Plan:
         rows.append(row_of_T[source].to(device))
         planned.append(label_of_T[source + depth])
         labels.append(planned[-1].to(device))
-    active_lengths, blocked, places = [], [], []
+    places = []
     for start, length in zip(_starts(batch.lengths), batch.lengths, strict=True):
         own = slots[start : start + length][active_T[start : start + length]]
-        active_lengths.append(len(own))
         places.append((own - start).to(device))
-        blocked.append(torch.arange(start, start + length, device=device)[None] > own.to(device)[:, None])
-    return Plan(
-        active_N.to(device),
-        slots[mask_T].to(device),
-        rows,
-        labels,
-        planned,
-        active_lengths,
-        blocked,
-        len(mask_T),
-        places,
-    )
+    return Plan(active_N.to(device), slots[mask_T].to(device), rows, labels, planned, len(mask_T), places)
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -156,14 +147,11 @@ def _attend(
         groups, count = q.shape[1], q.shape[2]
         if not count:
             continue
-        if plan:
-            blocked = plan.blocked[document]
-        else:
-            blocked = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        places = plan.places[document] if plan else torch.arange(count, device=q.device)
+        slots = torch.arange(keys.shape[1], device=q.device)
+        blocked = slots > places[:, None]
         if window is not None:
-            places = plan.places[document] if plan else torch.arange(count, device=q.device)
-            newest_gone = places + len(own) - window
-            blocked = blocked | (torch.arange(keys.shape[1], device=q.device) <= newest_gone[:, None])
+            blocked = blocked | (slots <= (places + len(own) - window)[:, None])
         scores = torch.bmm(q.reshape(kv_heads, groups * count, size), keys.transpose(1, 2))
         scores = scores.unflatten(1, (groups, count)).masked_fill(blocked, -torch.inf)
         gone = 0 if window is None else max(0, len(own) - window)

@@ -1,4 +1,4 @@
-"""Training by as many processes as the machine has GPUs, started here or by `torchrun`.
+"""Training by as many processes as the machine has GPUs.
 
 Takes a function that makes a training's inputs in any process; gives the trained head and its records. The ranks are children that
 end with this process. They leave the finished training in the last checkpoint, and this process takes it from there.
@@ -66,15 +66,9 @@ def train(make: Make, params: TrainParams, work: Path, machine: Machine) -> tupl
 
     Raises:
         EyasError: as `fit` says, or a rank has ended; what is done so far is kept.
-        SystemExit: this is another rank than the first of a group that `torchrun` started: it has done its part.
     """
-    if "RANK" in os.environ:
-        rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        with member(rank, world, local) as ranks:
-            _fit(make(int(os.environ.get("LOCAL_WORLD_SIZE", world))), work, machine, ranks)
-        if rank:
-            raise SystemExit(0)
-    elif (world := _world(params, machine)) > 1:
+    world = _world(params, machine)
+    if world > 1:
         _run_ranks(make, world, work, machine)
     inputs = make(1)
     return inputs, _fit(inputs, work, machine, Ranks())
@@ -206,7 +200,7 @@ def _rank(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = TCPStore("127.0.0.1", port, world, is_master=False)
-        with member(rank, world, rank, store) as ranks:
+        with member(rank, world, store) as ranks:
             _fit(make(world), work, machine, ranks)
         status = 0
     except BaseException as error:

@@ -59,17 +59,16 @@ class Ranks:
 
 
 @contextmanager
-def member(rank: int, world: int, local_rank: int, store: Store | None = None) -> Iterator[Ranks]:
-    """Join the group, on the GPU of ``local_rank`` where there is one.
+def member(rank: int, world: int, store: Store) -> Iterator[Ranks]:
+    """Join the group, on the GPU of the rank's number where there is one.
 
     Args:
         rank: this process.
         world: all of them.
-        local_rank: this process on its machine.
-        store: where the ranks meet; default: where the environment says (`MASTER_ADDR`, `MASTER_PORT`).
+        store: where the ranks meet.
     """
     if gpu := torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(rank)
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink hangs in some containers
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_TIMEOUT

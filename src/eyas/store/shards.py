@@ -212,7 +212,7 @@ class _FullDisk:
         try:
             return call(*arguments) or 0
         except OSError as error:
-            self._error = OSError(error.errno, error.strerror, str(self._path))
+            self._error = self._error or OSError(error.errno, error.strerror, str(self._path))
             return 0
 
     def check(self) -> None:
@@ -277,11 +277,8 @@ class _ContiguousWriter:
 
     def __call__(self, states_TLH: NDArray[Any]) -> None:
         """Append a row."""
-        view = np.ascontiguousarray(states_TLH).data.cast("B")
-        while len(view):
-            written = os.pwrite(self._stream.fileno(), view, self._position)
-            self._position += written
-            view = view[written:]
+        self._stream.seek(self._position)
+        self._position += self._stream.write(np.ascontiguousarray(states_TLH).data)
 
 
 def link_shard(source: Path, target: Path) -> None:
