@@ -101,6 +101,9 @@ def test_a_bad_step_is_left_out_where_that_is_wanted(tmp_path: Path, capsys: pyt
     assert training.epochs[-1].train_loss < training.epochs[0].train_loss
     assert case.rows[1].conversation_id in capsys.readouterr().err
     assert train_metrics(training)["skipped_steps"] == 3
+    lines = list(csv.DictReader(io.StringIO(steps_csv(training))))
+    assert len(lines) == len(training.steps) - 3
+    assert all(line["loss_3"] for line in lines)
 
 
 def test_too_many_bad_steps_in_a_row_end_it(tmp_path: Path) -> None:

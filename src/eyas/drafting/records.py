@@ -124,8 +124,8 @@ def epoch_row(record: EpochRecord) -> dict[str, Any]:
 
 
 def steps_csv(training: Training) -> str:
-    """One line a step."""
-    return _csv(map(step_row, training.steps))
+    """One line a step; those that were left out have nothing to plot."""
+    return _csv(step_row(record) for record in training.steps if record.loss is not None)
 
 
 def epochs_csv(epochs: Sequence[EpochRecord]) -> str:
