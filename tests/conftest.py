@@ -30,3 +30,12 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_tiny_target
 
     return make_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``data/input`` of a checkout that is otherwise empty, and is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data" / "input"
+    folder.mkdir(parents=True)
+    return folder

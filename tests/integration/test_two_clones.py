@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,8 +56,6 @@ class Clone:
                 stream.write("/.venv\n")
             real = "make --dry-run setup ENGINE=cpu"
         real = re.sub("^make ", "make -o setup ", real) if not command.startswith("make setup") else real
-        if shutil.which("rclone") is None:
-            real = re.sub(" VIA=rclone BWLIMIT=[^ ]+", "", real)
         identity = {
             f"GIT_{who}_{what}": "t@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
         }

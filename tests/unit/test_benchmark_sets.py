@@ -72,14 +72,6 @@ def opening(row: dict) -> str:
     return str(row["turns"][0] if "turns" in row else row.get("question") or row["prompt"])
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "data" / "input"
-    folder.mkdir(parents=True)
-    return folder
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_files_of_the_originals_forms(inputs: Path, tmp_path: Path, packed: bool) -> None:
     sources = []

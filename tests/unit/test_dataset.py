@@ -20,14 +20,6 @@ from tests.prepared import BENCHMARK, HELLO, HI, prepare, questions, turns, writ
 BAD_ROWS: list[dict[str, Any]] = [{"text": "Hi"}, {"messages": "Hi"}, turns(HI, ("bing", "Hello!")), turns(("user", 4))]
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "data" / "input"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def test_counts_add_up_and_faults_are_set_aside(inputs: Path) -> None:
     benchmark = write(inputs, "bench.jsonl", [{"prompt": BENCHMARK}])
     long = {"prompt": "x" * 601}
