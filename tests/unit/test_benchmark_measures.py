@@ -241,6 +241,9 @@ def test_words() -> None:
     assert "yields 2.14 tokens" in slow
     assert "pays from an acceptance length of 3.21" in slow
     assert "slows" not in speed_sentence("eagle3", metrics["eagle3"] | {"speedup": 1.2})
+    unsure = speed_sentence("eagle3", metrics["eagle3"] | {"speedup_low": 0.5, "speedup_high": 1.1})
+    assert "slows" not in unsure
+    assert "0.67x (0.50 to 1.10) as fast as plain decoding on this machine, which may be noise" in unsure
     told = advice(seen, metrics)
     assert [sentence.split()[0] for sentence in told] == ["eagle3", "ngram"]
     rows = difference_rows(find_differences(seen.runs), "float32")

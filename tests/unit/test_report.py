@@ -288,6 +288,12 @@ def test_a_head_that_guesses_well_and_serves_slowly(metrics: Path) -> None:
     assert len(verdict.cautions) == 2  # not all identical, some loops
 
 
+def test_a_speed_within_the_noise_is_not_called_slower(metrics: Path) -> None:
+    verdict = _verdict_of(metrics, speedup_low=0.7, speedup_high=1.1)
+    assert "but serves at a speed not distinguishable from plain decoding's (0.80×)" in verdict.headline
+    assert "within the noise of this run" in verdict.speed
+
+
 def test_a_head_that_pays(metrics: Path) -> None:
     verdict = _verdict_of(metrics, speedup=1.4, output_tokens_per_s=84.0, identical_share=1.0, looped_share=0.0)
     assert verdict.headline == (

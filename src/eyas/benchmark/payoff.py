@@ -32,10 +32,12 @@ def speed_sentence(method: str, measured: Mapping[str, Any]) -> str:
     span = "" if low is None else f" ({low:.2f} to {high:.2f})"
     if speedup < 1:
         drafting = "looking up and verifying" if method == NGRAM else "drafting and verifying"
-        return (
-            f"{method} slows serving down on this machine, to {speedup:.2f}x{span} of plain decoding: {yields} for {drafting}; "
-            f"it pays from an acceptance length of {cost:.2f} on"
-        )
+        slows = f"{method} slows serving down on this machine, to {speedup:.2f}x{span} of plain decoding"
+        if high is not None and high >= 1:
+            slows = (
+                f"{method} serves {speedup:.2f}x{span} as fast as plain decoding on this machine, which may be noise"
+            )
+        return f"{slows}: {yields} for {drafting}; it pays from an acceptance length of {cost:.2f} on"
     return f"{method} serves {speedup:.2f}x{span} as fast as plain decoding: {yields}"
 
 

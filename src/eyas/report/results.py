@@ -34,6 +34,8 @@ class Method(_Measured):
     acceptance_length_high: float
     output_tokens_per_s: float = Field(gt=0)
     speedup: float = Field(gt=0)
+    speedup_low: float | None = None
+    speedup_high: float | None = None
     identical_share: float
     looped_share: float | None = None
     acceptance_length_without_loops: float | None = None
