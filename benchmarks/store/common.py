@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,12 @@ def write_plain(rows: SyntheticRows, path: Path, count: int, block: int) -> None
         os.fsync(stream.fileno())
 
 
-def prepare(rows: SyntheticRows, folder: Path, shard_mib: int) -> dict[str, Path]:
+def prepare(
+    rows: SyntheticRows, folder: Path, shard_mib: int, names: Sequence[str] = ("none", "lossless", "samples")
+) -> dict[str, Path]:
     """The same rows as two stores and as one file a sample, on the disk; those that an earlier benchmark left are taken."""
     folder = folder / f"hidden-{rows.hidden}-rows-{rows.count}"
-    places = {codec: folder / codec / "store" for codec in ("none", "lossless")} | {"samples": folder / "samples"}
+    places = {name: folder / name if name == "samples" else folder / name / "store" for name in names}
     for name, place in places.items():
         if place.exists():
             continue

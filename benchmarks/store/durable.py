@@ -72,9 +72,9 @@ def compare(hidden: int, arguments: argparse.Namespace, warm_up: bool) -> dict[s
     rows = SyntheticRows(hidden, max(2, round(arguments.gb * 1e9 / row_bytes(hidden))))
     if warm_up:  # a virtual machine's memory is slow when it is used for the first time
         measure("plain", rows, arguments.folder / "durable", arguments.workers, arguments.shard_mib)
-    repeats: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    repeats: dict[str, list[dict[str, float]]] = {variant: [] for variant in arguments.variants}
     for _ in range(arguments.repeats):
-        for variant in VARIANTS:
+        for variant in arguments.variants:
             found = measure(variant, rows, arguments.folder / "durable", arguments.workers, arguments.shard_mib)
             repeats[variant].append(found)
             note(f"hidden {hidden}, {variant}: {found['seconds']:.1f} s, {found['mb_per_s']:,.0f} MB/s")
@@ -88,7 +88,9 @@ def compare(hidden: int, arguments: argparse.Namespace, warm_up: bool) -> dict[s
         "gb": rows.count * row_bytes(rows.hidden) / 1e9,
         "medians": medians,
         "ratios": {
-            f"{one}/{other}": medians[one]["tokens_per_s"] / medians[other]["tokens_per_s"] for one, other in RATIOS
+            f"{one}/{other}": medians[one]["tokens_per_s"] / medians[other]["tokens_per_s"]
+            for one, other in RATIOS
+            if one in medians and other in medians
         },
         "repeats": repeats,
     }
@@ -104,13 +106,15 @@ def main() -> None:
         "--workers", type=int, default=min(12, max(1, cores() // 2)), help="processes that write shards"
     )
     parser.add_argument("--shard-mib", type=int, default=512, help="size of a shard before compression")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--quick", action="store_true", help="1 GB, once")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.gb, arguments.repeats, arguments.shard_mib = 1, 1, 256
     results = [compare(hidden, arguments, number == 0) for number, hidden in enumerate(arguments.hidden)]
-    write_report(arguments.out, arguments.folder, {"workers": arguments.workers, "results": results})
+    fixed = {"workers": arguments.workers, "shard_mib": arguments.shard_mib}
+    write_report(arguments.out, arguments.folder, fixed | {"results": results})
     for result in results:
         print(f"\nhidden {result['hidden']}: {result['rows']} rows, {result['gb']:.1f} GB of states")
         names = ("tokens_per_s", "mb_per_s", "seconds", "cpu_seconds", "ratio", "disk_written_per_state_byte")
