@@ -306,7 +306,8 @@ class Machine(_Section):
     store_workers: Annotated[
         int | None,
         Field(
-            ge=1, description="processes that write or read shards; default: three quarters of the cores, at most 12"
+            ge=1,
+            description="processes that write or read shards; default: three quarters of the cores, at most 12 (12 for each of `train_ranks`)",
         ),
     ] = None
 
@@ -350,8 +351,12 @@ class Machine(_Section):
 
     @property
     def shard_processes(self) -> int:
-        """Processes that write or read shards."""
-        return self.store_workers or min(12, max(1, len(os.sched_getaffinity(0)) * 3 // 4))
+        """Processes that write shards."""
+        return self.readers(1)
+
+    def readers(self, ranks: int) -> int:
+        """Processes that read shards, for each of so many ranks."""
+        return max(1, (self.store_workers or min(12 * ranks, len(os.sched_getaffinity(0)) * 3 // 4)) // ranks)
 
 
 def read_yaml(path: Path) -> Any:

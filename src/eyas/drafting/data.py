@@ -197,7 +197,8 @@ def _copied_ahead(
         done.synchronize()  # the next call lets the feed write over the buffer
         return batch, done
 
-    pool = ThreadPoolExecutor(1)
+    # a new thread's device is the first GPU, where it would take memory for every rank
+    pool = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
     try:
         ahead = deque(pool.submit(load) for _ in range(_DEVICE_BATCHES_AHEAD))
         while (loaded := ahead.popleft().result()) is not None:

@@ -60,5 +60,5 @@ def load_inputs(
     initial = start_from(model, draft)
     for line in initial.lines() if initial else []:
         console.print(line, markup=False, highlight=False)
-    rows = TrainingData(reader, train_rows, heldout_rows, max(1, machine.shard_processes // sharers))
+    rows = TrainingData(reader, train_rows, heldout_rows, machine.readers(sharers))
     return Inputs(model, rows, params, load_head(directory), temperature, initial)

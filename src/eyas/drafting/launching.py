@@ -196,8 +196,6 @@ def _rank(
     if terminal is not None:
         console.file = os.fdopen(terminal.detach(), "w", buffering=1)
     torch.set_num_threads(threads)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = TCPStore("127.0.0.1", port, world, is_master=False)
         with member(rank, world, store) as ranks:

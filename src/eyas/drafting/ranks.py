@@ -60,7 +60,7 @@ class Ranks:
 
 @contextmanager
 def member(rank: int, world: int, store: Store) -> Iterator[Ranks]:
-    """Join the group, on the GPU of the rank's number where there is one.
+    """Join the group, on the GPU of the rank's number where there is one; a process that leaves with an error is to end.
 
     Args:
         rank: this process.
@@ -70,11 +70,10 @@ def member(rank: int, world: int, store: Store) -> Iterator[Ranks]:
     if gpu := torch.cuda.is_available():
         torch.cuda.set_device(rank)
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink hangs in some containers
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on one machine, whose own name may lead nowhere
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_TIMEOUT
     )
-    try:
-        yield Ranks(rank, world)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    yield Ranks(rank, world)
+    dist.barrier()
+    dist.destroy_process_group()  # after an error NCCL would wait in it for ranks that wait for this one
