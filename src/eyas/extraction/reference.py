@@ -42,6 +42,6 @@ def reference_states(
         enter(layer)
     result = []
     for row in rows:
-        model(torch.tensor([list(row)]), use_cache=False)
+        decoder(torch.tensor([list(row)]), use_cache=False)  # without the output head: no logits are asked for
         result.append(torch.stack([caught[layer] for layer in layers], dim=1))
     return result
