@@ -1,4 +1,4 @@
-"""What every DVC stage shares: parameters, places, one writer at a time, metrics, provenance, clear errors.
+"""What every DVC stage shares: parameters, places, one writer at a time, room on the disk, metrics, provenance, clear errors.
 
 A stage file says ``stage_main("extract", run)``; ``run`` gets a `Stage`.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ _PACKAGES = (
     "numpy",
 )
 _READY = "EYAS_PROCESS_READY"
+_LEAST_FREE_BYTES = 1 << 30
 
 
 @dataclass
@@ -143,6 +145,21 @@ def hold_lock(path: Path, what: str) -> int:
     return descriptor
 
 
+def _check_disk(stage: Stage) -> None:
+    """Refuse to start what a nearly full disk would stop halfway; a stage that can tell what it needs asks for more itself.
+
+    Raises:
+        EyasError: too little room for outputs or scratch.
+    """
+    for place in (stage.data.parent, stage.work.parent):
+        free = shutil.disk_usage(place if place.exists() else ".").free
+        if free < _LEAST_FREE_BYTES:
+            raise EyasError(
+                f"{stage.name}: {free >> 20} MiB are free on the disk of {place}/, a stage needs {_LEAST_FREE_BYTES >> 20} at "
+                "the least; free some (`make gc` shows what may go) or move the checkout to a larger disk"
+            )
+
+
 def _git_commit() -> str:
     result = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
@@ -225,6 +242,7 @@ def stage_main(name: str, run: Callable[[Stage], None]) -> None:
         stage = Stage(name, sys.argv[1], load_profile(sys.argv[1]), machine)
         _prepare_process(machine)
         lock = hold_lock(Path(".work") / stage.profile / f"{stage.name}.lock", f"{stage.name}@{stage.profile}")
+        _check_disk(stage)
         log = stage.log
         quiet_engines(log)
         started = time.monotonic()

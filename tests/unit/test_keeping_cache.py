@@ -10,12 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from eyas.keeping import fsck, gc
 from eyas.keeping.cache import Cache, open_cache, read_lock
 from eyas.keeping.cli import app
+from eyas.store.format import StoreSpec
+from eyas.store.spool import RowSpool
+from eyas.store.writer import publish
 from tests.stub_pipeline import StubCheckout
 
 
@@ -90,6 +94,7 @@ def test_damage_is_named_quarantined_and_its_links_are_told(checkout: Path) -> N
     assert code == 1
     assert f"damaged: {name}: its bytes have MD5" in output
     assert "the same file: data/smoke/target.json" in output
+    assert "`make fsck` moves what is damaged to quarantine and fetches it" in output
     assert cache.path(name).exists()
     code, output = eyas_cache("fsck")
     assert code == 1
@@ -132,7 +137,74 @@ def test_a_damaged_remote_is_not_believed(checkout: Path) -> None:
     code, output = eyas_cache("fsck")
     assert code == 1
     assert "fetched again: 0 of 1" in output
+    assert f"({name}): damaged on the remote; remove it there" in output
     assert not cache.path(name).exists()
+    (checkout.parent / "remote/files/md5" / name[:2] / name[2:]).unlink()
+    lost = cache.listed(object_of("data/smoke/vocab"))[0]
+    cache.path(lost).unlink()
+    (checkout.parent / "remote/files/md5" / lost[:2] / lost[2:]).unlink()
+    code, output = eyas_cache("fsck")
+    assert code == 1
+    assert f"not fetched: .dvc/cache/files/md5/{lost[:2]}/{lost[2:]} ({lost}): missing on the remote" in output
+
+
+def test_a_damaged_shard_is_named_and_fetched_or_to_be_repaired(checkout: Path) -> None:
+    shard = publish_store(checkout)
+    pushed_to(checkout.parent / "remote")
+    assert eyas_cache("fsck")[0] == 0
+    cache = open_cache()
+    good = shard.read_bytes()
+    name = hashlib.md5(good).hexdigest()
+    assert shard.stat().st_ino == cache.path(name).stat().st_ino
+    corrupt(shard)
+    code, output = eyas_cache("fsck")
+    assert code == 1
+    assert f"damaged: {name}: its bytes have MD5" in output
+    assert f"the same file: {shard}" in output
+    assert "fetched again: 1 of 1" in output
+    assert "eyas store repair" not in output  # nothing is left to extract
+    assert shard.read_bytes() == good
+    assert eyas_cache("fsck")[0] == 0
+
+    shutil.copy(
+        shard, shard.with_suffix(".tmp")
+    )  # a copy, as DVC makes across file systems: the cache knows nothing of it
+    shard.with_suffix(".tmp").replace(shard)
+    with shard.open("r+b") as stream:
+        stream.truncate(len(good) - 1)
+    code, output = eyas_cache("fsck")
+    assert (code, f"`eyas store repair {shard.parent}` extracts just that again" in output) == (1, True), output
+
+
+def publish_store(checkout: Path) -> Path:
+    """A real store as the profile's hidden states, recorded by DVC; gives one of its shards."""
+    spec = StoreSpec((1, 2), 16, "none", {"engine": "fixed"}, 1)
+    spool = RowSpool(checkout.parent / "rows", spec)
+    source = np.random.default_rng(0)
+    states = source.integers(1, 30_000, (8, 2, 16), dtype=np.uint16)
+    keys = [spool.write(source.integers(0, 99, 8).astype(np.int32), states) for _ in range(3)]
+    publish(spool, Path("data/smoke/hidden_states"), spec, keys)
+    for file in ("metrics/smoke/extract.json", "metrics/smoke/provenance/extract.json"):
+        Path(file).write_text('{"rows": 3}')
+    dvc("commit", "--force", "extract@smoke")
+    return next(Path("data/smoke/hidden_states").glob("*.h5"))
+
+
+def test_a_lock_that_names_what_never_was_is_found(checkout: Path) -> None:
+    lock = Path("dvc.lock")
+    good, name = lock.read_text(), object_of("data/smoke/target.json")
+    other = name.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
+    lock.write_text(good.replace(name, other))
+    code, output = eyas_cache("fsck")
+    assert code == 1
+    assert f"dvc.lock: names {other} for data/smoke/target.json, which was never here; HEAD's names {name}" in output
+    assert "`git restore dvc.lock`" in output
+    assert "prepare@smoke" in dvc("status")  # nothing is built upon it
+    lock.write_text(good[: good.index("  vocab@smoke:")])
+    code, output = eyas_cache("fsck")
+    assert (code, "dvc.lock: lacks stages that HEAD's has (vocab@smoke): `git diff dvc.lock`" in output) == (1, True)
+    git("restore", "dvc.lock")
+    assert eyas_cache("fsck")[0] == 0
 
 
 def test_metrics_and_lock_are_checked_too(checkout: Path) -> None:

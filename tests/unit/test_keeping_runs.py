@@ -112,6 +112,22 @@ def test_what_is_not_proved_is_refused_and_nothing_changed(built: StubCheckout) 
     assert built.repro() == {"train@smoke", "benchmark@smoke", "report@smoke"}
 
 
+def test_a_stage_whose_input_is_another_now_is_not_adopted(built: StubCheckout) -> None:
+    lose_record_of_train(built, 0.0625)
+    read = Path("data/smoke/tokens/part")
+    before, times = read.read_bytes(), read.stat()
+    read.unlink()  # a hard link of the cache
+    read.write_bytes(before[::-1])
+    os.utime(read, ns=(times.st_atime_ns, times.st_mtime_ns))  # whatever its time says
+    os.utime(read.parent, ns=(times.st_atime_ns, times.st_mtime_ns))
+    found, lock = verdicts(), Path("dvc.lock").read_bytes()
+    assert "touched since it started, so nobody can say what it read: data/smoke/tokens" in found["train@smoke"]
+    assert found["encode@smoke"] == "dvc.lock has this run already, with other outputs: data/smoke/tokens"
+    assert "its input from encode@smoke is not recorded" in found["train@smoke"]
+    assert Path("dvc.lock").read_bytes() == lock
+    assert "train@smoke" in built.repro()
+
+
 def test_one_commit_has_the_lock_metrics_and_parameters_of_one_profile(built: StubCheckout) -> None:
     set_param("benchmark", "max_tokens", 33)
     with pytest.raises(EyasError, match="out of date: benchmark@smoke, report@smoke; `make repro PROFILE=smoke` first"):
@@ -148,6 +164,16 @@ def test_one_commit_has_the_lock_metrics_and_parameters_of_one_profile(built: St
     assert "prepare@rtx" not in committed
     with pytest.raises(EyasError, match="nothing to commit"):
         commit("smoke", "again")
+
+
+def test_metrics_and_a_lock_that_no_stage_wrote_are_not_committed(built: StubCheckout) -> None:
+    for file, was, now in (("metrics/smoke/train.json", '"value": 0', '"value": 7'), ("dvc.lock", "md5: ", "md5: 0")):
+        told = Path(file).read_text()
+        assert was in told
+        Path(file).write_text(told.replace(was, now))
+        with pytest.raises(EyasError, match=r"out of date: .*train@smoke.*; `make repro PROFILE=smoke` first"):
+            commit("smoke", "a run")
+        Path(file).write_text(told)
 
 
 def test_metrics_that_dvc_would_misread_are_not_committed(built: StubCheckout) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eyas.errors import EyasError
-from eyas.extraction.extract import adopt_published
+from eyas.extraction.extract import adopt_published, check_disk
 from eyas.published import cached_stores
 from eyas.store.format import StoreSpec
 from eyas.store.spool import RowSpool
@@ -58,6 +58,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree("data")
     os.chdir(before)
     return folder
+
+
+def test_what_the_disk_cannot_hold_is_not_begun(tmp_path: Path) -> None:
+    check_disk(tmp_path, 1000, SPEC, workers=2)
+    with pytest.raises(EyasError, match=r"extraction of 10+ tokens needs up to .* GiB on .*; free some space"):
+        check_disk(tmp_path, 10**15, SPEC, workers=2)
 
 
 def test_shards_of_all_profiles_are_taken_from_the_cache(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

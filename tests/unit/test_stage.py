@@ -175,6 +175,17 @@ def test_a_bad_end_is_one_message(checkout: Path, act: str, message: str) -> Non
     assert ("Traceback" in log) == (act == "bug")
 
 
+def test_a_disk_without_room_is_found_before_the_stage_begins(checkout: Path) -> None:
+    (checkout / "data").symlink_to("/proc")  # a file system that never has any
+    status, seen = finish(start(checkout, "end", "smoke"))
+    assert (status, "error: act: 0 MiB are free on the disk of data/, a stage needs 1024 at the least" in seen) == (
+        1,
+        True,
+    )
+    assert "`make gc` shows what may go" in seen
+    assert not (checkout / "environment.json").exists()
+
+
 def test_an_interrupt_is_one_message(checkout: Path, started: list[subprocess.Popen[str]]) -> None:
     # a shell's background job ignores the interrupt and hands that on; a process with a handler hands on the default
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

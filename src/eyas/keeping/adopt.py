@@ -2,8 +2,8 @@
 
 DVC hashes outputs after a stage has ended, an hour for each terabyte or so. Killed then, it has no lock entry, and the next
 `dvc repro` would delete the outputs and run the stage again. Adopted is only what is proved to come from the present code,
-parameters and inputs: the stage's provenance, which it writes last, says when it ran and with which parameters and versions, and
-no file that it depends on may have been touched since it started.
+parameters and inputs: the stage's provenance, which it writes last, says when it ran and with which parameters and versions, no
+file that it depends on may have been touched since it started, and the lock must not have that very run with other bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import EyasError
+from eyas.keeping.cache import LOCK_FILE, file_md5
 from eyas.metrics import STAGES, parse_metrics
 from eyas.params import load_profile
 
@@ -112,6 +113,9 @@ def evidence_against(repo: Any, stage: Any, profile: str) -> Iterator[str]:
         yield f"{file} is of {ran.get('stage')}@{ran.get('profile')}"
     if finished > time.time() + _CLOCK_SECONDS:
         yield f"{file} is from the future; is the clock right?"
+    if any(Path(out.fs_path) == file.resolve() and out.hash_info.value == file_md5(file) for out in stage.outs):
+        others = ", ".join(str(out) for out in stage.outs if out.changed_checksum())
+        yield f"{LOCK_FILE} has this run already, with other " + (f"outputs: {others}" if others else "inputs")
     yield from _other_params(stage, ran, profile)
     yield from _touched(repo, stage, started)
     later = [

@@ -50,6 +50,8 @@ def fsck_command(
         _say(f"fault: {fault}")
     if not dry_run:
         _mend(cache, found)
+    elif found.damaged or found.incomplete:
+        _say("`make fsck` moves what is damaged to quarantine and fetches it and what is missing from the remote")
     if found.damaged or found.incomplete or found.faults:
         raise typer.Exit(1)
 
@@ -60,15 +62,15 @@ def _mend(cache: Cache, found: fsck.Examined) -> None:
     wanted = {damaged.name for damaged in found.damaged}.union(*found.incomplete.values())
     if not wanted:
         return
-    sound, reason = fsck.fetch_again(cache, wanted)
+    sound, reasons = fsck.fetch_again(cache, wanted)
     for damaged in found.damaged:
         if damaged.name in sound:
             fsck.relink(cache.path(damaged.name), damaged.links)
     _say(f"fetched again: {len(sound)} of {len(wanted)}")
     if len(sound) < len(wanted):
-        _say(
-            f"not fetched: {reason}. `make repro PROFILE=…` makes outputs again that the cache lacks; for shards of hidden states"
-        )
+        for reason in reasons[:_EXAMPLES]:
+            _say(f"not fetched: {reason}")
+        _say("`make repro PROFILE=…` makes outputs again that the cache lacks; for shards of hidden states")
         _say(
             "`eyas store repair data/PROFILE/hidden_states` extracts just what is damaged. The damaged bytes stay in quarantine"
         )

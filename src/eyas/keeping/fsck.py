@@ -18,7 +18,7 @@ from typing import Any
 from eyas.console import Progress
 from eyas.errors import EyasError
 from eyas.files import fsync_path
-from eyas.keeping.cache import LOCK_FILE, Cache, file_md5, locked_outs, read_lock
+from eyas.keeping.cache import LOCK_FILE, Cache, file_md5, git, locked_outs, read_lock
 from eyas.keeping.settings import hashing_jobs
 from eyas.store.fsck import verify_store
 
@@ -54,20 +54,22 @@ def examine(cache: Cache) -> Examined:
     found.damaged = [
         Damaged(name, reason, tuple(links.get(cache.path(name), ()))) for name, reason in sorted(bad.items())
     ]
+    here = set(cache.objects()) - bad.keys()
+    stages: dict[str, Any] = {}
     try:
         stages = read_lock(LOCK_FILE.read_text(encoding="utf-8"), str(LOCK_FILE)) if LOCK_FILE.is_file() else {}
+        found.faults += _lock_faults(cache, stages, here)
     except (EyasError, UnicodeDecodeError) as error:
         found.faults.append(str(error))
-        stages = {}
-    here = set(cache.objects()) - bad.keys()
     # outputs only: DVC keeps the listings of directories that stages merely read, without their files
     for name in sorted({name for _, _, name in locked_outs(stages) if name.endswith(".dir")} & here):
         if lacking := [n for n in cache.listed(name) if n not in here and n not in bad]:
             found.incomplete[name] = lacking
     found.absent = _absent(stages, here | bad.keys())
     found.faults += _metrics_faults(stages)
+    told = {link for damaged in found.damaged for link in damaged.links}
     for manifest in sorted(Path("data").glob("*/hidden_states/manifest.json")):
-        found.faults += _store_faults(manifest.parent)
+        found.faults += _store_faults(manifest.parent, told)
     return found
 
 
@@ -122,6 +124,20 @@ def _absent(stages: dict[str, Any], here: set[str]) -> dict[str, list[str]]:
     return absent
 
 
+def _lock_faults(cache: Cache, stages: dict[str, Any], here: set[str]) -> Iterator[str]:
+    """What DVC never does to the lock that Git gave it: take a stage out, or name another object that it did not put into the cache."""
+    committed = git("show", f"HEAD:{LOCK_FILE}") if git("ls-tree", "HEAD", "--", str(LOCK_FILE)) else ""
+    before = read_lock(committed, f"HEAD's {LOCK_FILE}")
+    mend = f"`git diff {LOCK_FILE}`, then `git restore {LOCK_FILE}`"
+    if gone := sorted(before.keys() - stages.keys()):
+        yield f"{LOCK_FILE}: lacks stages that HEAD's has ({', '.join(gone)}): {mend}"
+    outs = {(stage, path): name for stage, path, name in locked_outs(before)}
+    for stage, path, name in locked_outs(stages):
+        was = outs.get((stage, path), name)
+        if was != name and was in here and name not in here and not list(cache.quarantine.glob(f"{name}*")):
+            yield f"{LOCK_FILE}: names {name} for {path}, which was never here; HEAD's names {was}, which is: {mend}"
+
+
 def _metrics_faults(stages: dict[str, Any]) -> Iterator[str]:
     """Metrics and plot series are Git's; the lock has their MD5."""
     for _, path, name in locked_outs(stages):
@@ -132,13 +148,14 @@ def _metrics_faults(stages: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: not what the stage wrote, says {LOCK_FILE}: `git diff {path}`, then `git restore {path}`"
 
 
-def _store_faults(directory: Path) -> Iterator[str]:
+def _store_faults(directory: Path, told: set[Path]) -> Iterator[str]:
+    """By the store's own checksums; shards that are damaged objects of the cache have been told of."""
     try:
         damages = verify_store(directory, None, hashing_jobs())
     except EyasError as error:
         yield f"{directory}: {error}"
         return
-    for damage in damages:
+    for damage in (damage for damage in damages if directory / damage.shard not in told):
         row = f", row {damage.row}" if damage.row else ""
         yield f"{directory}/{damage.shard}{row}: {damage.reason}: `eyas store repair {directory}` extracts just that again"
 
@@ -154,31 +171,18 @@ def quarantine(cache: Cache, name: str) -> Path:
     return place
 
 
-def fetch_again(cache: Cache, names: Iterable[str]) -> tuple[set[str], str | None]:
-    """Get objects from the default remote; gives those that are here now and sound, and why the others are not."""
-    from dvc.repo import Repo
-    from dvc_data.hashfile.hash_info import HashInfo
+def fetch_again(cache: Cache, names: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Get objects that the cache lacks from the remote; gives those that are here now, and why the others are not."""
+    from eyas.moving.fetching import fetch_objects
+    from eyas.moving.objects import Object, open_repo
+    from eyas.moving.transfer import Transfer
 
-    wanted = sorted(names)
-    reason = None
+    wanted = [Object(name, os.path.relpath(cache.path(name))) for name in sorted(names)]
     try:
-        with Repo(".") as repo:
-            if not repo.config["core"].get("remote"):
-                return set(), "no remote is set"
-            with repo.lock:
-                repo.cloud.pull([HashInfo("md5", name) for name in wanted])
-    except Exception as error:  # each kind of remote has errors of its own
-        reason = f"the remote cannot be read: {error}"
-    sound = set()
-    for name in wanted:
-        if not cache.path(name).exists():
-            reason = reason or "the remote has no such object"
-        elif fault := check_object(cache, name):
-            quarantine(cache, name)
-            reason = f"the remote's copy is damaged too ({name}: {fault})"
-        else:
-            sound.add(name)
-    return sound, reason
+        faults = fetch_objects(Transfer(open_repo()), wanted, "again").faults
+    except EyasError as error:
+        faults = [str(error)]
+    return {thing.oid for thing in wanted if cache.path(thing.oid).exists()}, faults
 
 
 def relink(good: Path, links: Iterable[Path]) -> None:

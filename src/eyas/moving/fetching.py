@@ -1,10 +1,12 @@
-"""Bringing one profile from the remote into DVC's cache."""
+"""Bringing one profile, or single objects, from the remote into DVC's cache."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.console import Progress
@@ -17,6 +19,14 @@ from eyas.moving.rclone import Rclone
 from eyas.moving.transfer import MIB, Bar, FileBytes, Moved, Transfer, named
 
 _STALE_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What came of objects that were asked for: bytes that went over, and a line for each that did not come."""
+
+    size: int
+    faults: list[str]
 
 
 def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "", via: Rclone | None = None) -> Moved:
@@ -36,17 +46,7 @@ def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "", 
     history = list(remote_records(transfer, profile)) if runs else []
     files, lists, lost = transfer.expand([*outputs, *(thing for record in history for thing in record.objects)])
     todo = [thing for thing in files if not transfer.cached(thing.oid).is_file()]
-    there = transfer.sizes(todo)
-    lost += [thing for thing in todo if thing.oid not in there]
-    todo = [thing for thing in todo if thing.oid in there]
-    total = sum(there[thing.oid] for thing in todo)
-    _prepare_cache(transfer, total)
-    incoming = via.bring(transfer, todo) if via and todo else None
-    with Progress(f"fetching {profile}", -(-total // MIB), "MiB") as bar:
-        counted = Bar(bar)
-        faults = [line for line in transfer.each(lambda t: _bring(transfer, t, counted, incoming), todo) if line]
-    if incoming:
-        shutil.rmtree(incoming)
+    brought = fetch_objects(transfer, todo, profile, via)
     absent = {thing.oid for thing in todo if not transfer.cached(thing.oid).is_file()} | {thing.oid for thing in lost}
     new = [thing for thing in lists if not transfer.cached(thing.oid).is_file()]
     for thing in new:
@@ -55,7 +55,7 @@ def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "", 
     for record in history:
         if all(transfer.cached(thing.oid).is_file() for thing in record.objects):
             _keep(Path(transfer.repo.cache.legacy.path) / record.path, record.content)
-    faults += [f"{thing.path} ({thing.oid}): missing" for thing in lost]
+    faults = brought.faults + _missing(lost)
     if faults:
         raise named(
             faults,
@@ -63,8 +63,40 @@ def fetch(transfer: Transfer, profile: str, runs: bool = False, only: str = "", 
             f"on the machine that has it: `make push PROFILE={profile}`; or `make repro PROFILE={profile}` computes it here",
         )
     return Moved(
-        len(todo) + len(new), total + sum(len(lists[t]) for t in new), len(files) + len(lists) - len(todo) - len(new)
+        len(todo) + len(new),
+        brought.size + sum(len(lists[thing]) for thing in new),
+        len(files) + len(lists) - len(todo) - len(new),
     )
+
+
+def fetch_objects(transfer: Transfer, objects: Iterable[Object], what: str, via: Rclone | None = None) -> Brought:
+    """Bring objects that the cache lacks, as far as the remote has them; each is hashed before it gets its name.
+
+    Args:
+        transfer: cache and remote.
+        objects: of which the cache has none.
+        what: they are, for the progress bar.
+        via: what brings the files; they are hashed here all the same.
+
+    Raises:
+        EyasError: the remote fails, or the disk is too small.
+    """
+    wanted = list(objects)
+    there = transfer.sizes(wanted)
+    todo = [thing for thing in wanted if thing.oid in there]
+    total = sum(there[thing.oid] for thing in todo)
+    _prepare_cache(transfer, total)
+    incoming = via.bring(transfer, todo) if via and todo else None
+    with Progress(f"fetching {what}", -(-total // MIB), "MiB") as bar:
+        counted = Bar(bar)
+        faults = [line for line in transfer.each(lambda t: _bring(transfer, t, counted, incoming), todo) if line]
+    if incoming:
+        shutil.rmtree(incoming)
+    return Brought(total, faults + _missing(thing for thing in wanted if thing.oid not in there))
+
+
+def _missing(objects: Iterable[Object]) -> list[str]:
+    return [f"{thing.path} ({thing.oid}): missing on the remote" for thing in objects]
 
 
 def _prepare_cache(transfer: Transfer, size: int) -> None:
