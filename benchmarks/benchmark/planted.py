@@ -2,8 +2,13 @@
 
     python -m benchmarks.benchmark.planted DATA RESULT.json
 
-DATA is a finished ``data/smoke``. The result has, for each copy, emitted tokens and target steps by prompt, and what
-`eyas.comparison.judgement` says of it against the sound head. One copy is sound: it must not be told apart.
+DATA is a finished ``data/smoke``, whose head has all norm flags. Where one of two of them is lost, ``norm_before_fc`` or
+``norm_output``, a norm comes right behind and takes away the scale that is left; what is really lost are the gains, and those of a short
+training are nearly alike. So these two are planted in the same head written with other gains: powers of two, which the matrices and norms that
+read the result undo.
+
+The result has for each head and each copy emitted tokens and target steps by prompt, and what `eyas.comparison.judgement`
+says of the copy against the sound one, which must not be told apart from a sound copy.
 """
 
 from __future__ import annotations
@@ -13,16 +18,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from eyas.benchmark.methods import EAGLE3, methods
 from eyas.benchmark.process import EngineProcess, Setting
 from eyas.benchmark.prompts import choose_prompts
-from eyas.comparison.judgement import judge_counts
+from eyas.comparison.judgement import acceptance_length, judge_counts
 from eyas.errors import EyasError
 from eyas.files import write_json_atomic
 from eyas.params import Machine, load_profile
@@ -30,6 +38,9 @@ from eyas.stage import process_environment
 from eyas.tables import CONVERSATIONS, read_table
 from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
+
+Plants = Mapping[str, Callable[[Path], None]]
+MACHINE = Machine(cpu_kv_cache_gib=1)
 
 
 def _config(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -68,9 +79,11 @@ def _wrong_rope(config: dict[str, Any]) -> None:
     config["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 100.0
 
 
-def _lose(*flags: str) -> Callable[[dict[str, Any]], None]:
+def _lose(flag: str) -> Callable[[dict[str, Any]], None]:
     def change(config: dict[str, Any]) -> None:
-        config.update(dict.fromkeys(flags, False))
+        if not config[flag]:
+            raise EyasError(f"{flag} is off in this head; what is not there cannot be lost")
+        config[flag] = False
 
     return change
 
@@ -88,21 +101,43 @@ def _stale_vocabulary(head: Path) -> None:
     _tensor_bytes(head, "d2t", stale)
 
 
-PLANTS: dict[str, Callable[[Path], None]] = {
+def rescale(head: Path) -> None:
+    """The same head with gains far from each other.
+
+    Exact in every format, but for the scale of `hidden_norm`, whose root mean square the new gains change a little from token to token.
+    """
+    file = head / "model.safetensors"
+    tensors = load_file(file)
+    random = torch.Generator().manual_seed(0)
+    entering, leaving = (
+        2.0 ** torch.randint(-2, 3, (len(tensors[name]),), generator=random)
+        for name in ("input_norm.weight", "norm.weight")
+    )
+    tensors["input_norm.weight"] *= entering
+    tensors["fc.weight"] *= leaving[:, None] / entering
+    tensors["norm.weight"] *= leaving
+    tensors["lm_head.weight"] /= leaving.to(tensors["lm_head.weight"].dtype)
+    tensors["layers.0.hidden_norm.weight"] *= leaving.square().mean().sqrt() / leaving
+    save_file(tensors, file)
+
+
+AS_TRAINED: Plants = {
     "sound": lambda head: None,
     "sound, served again": lambda head: None,
     "shuffled layers": _shuffle_layers,
     "stale vocabulary map": _stale_vocabulary,
     "wrong rope base": _config(_wrong_rope),
-    "norm_before_fc lost": _config(_lose("norm_before_fc")),
     "norm_before_residual lost": _config(_lose("norm_before_residual")),
+}
+RESCALED: Plants = {
+    "sound": lambda head: None,
+    "norm_before_fc lost": _config(_lose("norm_before_fc")),
     "norm_output lost": _config(_lose("norm_output")),
-    "all norm flags lost": _config(_lose("norm_before_fc", "norm_before_residual", "norm_output")),
 }
 
 
-def serve_planted(data: Path, heldout: int, max_tokens: int) -> dict[str, Any]:
-    """Serve the held-out prompts with each copy; by plant, counts by prompt, or the engine's refusal."""
+def serve_planted(data: Path, head: Path, plants: Plants, heldout: int, max_tokens: int) -> dict[str, Any]:
+    """Serve the held-out prompts with each copy of a head; by plant, counts by prompt, or the engine's refusal."""
     profile = load_profile("smoke")
     directory, _ = open_target(profile.target, data / "target.json")
     prompts = choose_prompts(
@@ -118,33 +153,35 @@ def serve_planted(data: Path, heldout: int, max_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         setting = Setting(
-            directory, profile.target, Machine(), prompts, max_tokens, [concurrency], work, work / "engine.log"
+            directory, profile.target, MACHINE, prompts, max_tokens, [concurrency], work, work / "engine.log"
         )
-        for name, plant in PLANTS.items():
-            head = work / "head"
-            shutil.copytree(data / "draft_head", head)
-            plant(head)
-            method = next(m for m in methods(profile.benchmark, head) if m.name == EAGLE3)
+        for name, plant in plants.items():
+            copy = work / "head"
+            shutil.copytree(head, copy)
+            plant(copy)
+            method = next(m for m in methods(profile.benchmark, copy) if m.name == EAGLE3)
             try:
                 with EngineProcess(method, setting) as engine:
                     engine.wait()
                     traces = engine.serve(range(len(prompts)), concurrency, lambda: None).traces
                 served[name] = {p.prompt_id: [t.emitted, t.target_steps] for p, t in zip(prompts, traces, strict=True)}
+                told = f"{acceptance_length(served[name]):.3f} tokens per step over {len(prompts)} prompts"
             except EyasError as error:
-                served[name] = {"refused": str(error).partition(" (engine log")[0]}
-            print(name, served[name], flush=True)
-            shutil.rmtree(head)
+                told = str(error).partition(" (engine log")[0]
+                served[name] = {"refused": told}
+            print(f"{name}: {told}", flush=True)
+            shutil.rmtree(copy)
     return served
 
 
-def judged(served: dict[str, Any]) -> dict[str, str]:
-    """The word for each copy against the sound head, paired by prompt."""
-    sound = served["sound"]
-    return {
-        name: "refused by the engine" if "refused" in counts else judge_counts(sound, counts).word
+def judged(served: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts of a head's copies, with the word for each against the sound one, paired by prompt."""
+    verdicts = {
+        name: "refused by the engine" if "refused" in counts else judge_counts(served["sound"], counts).word
         for name, counts in served.items()
         if name != "sound"
     }
+    return {"verdicts": verdicts, "counts": served}
 
 
 def main() -> None:
@@ -152,14 +189,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=32)
     given = parser.parse_args()
-    os.environ.update(process_environment(Machine()))  # the engine's processes inherit it
-    served = serve_planted(given.data, given.prompts, given.max_tokens)
-    words = judged(served)
-    write_json_atomic(given.result, {"verdicts": words, "counts": served})
-    print(json.dumps(words, indent=2))
+    os.environ.update(process_environment(MACHINE))  # the engines' processes inherit it
+    serve = partial(serve_planted, given.data, heldout=given.prompts, max_tokens=given.max_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        rescaled = Path(scratch) / "head"
+        shutil.copytree(given.data / "draft_head", rescaled)
+        rescale(rescaled)
+        result = {
+            "as trained": judged(serve(given.data / "draft_head", AS_TRAINED)),
+            "rescaled": judged(serve(rescaled, RESCALED)),
+        }
+    write_json_atomic(given.result, result)
+    print(json.dumps({head: found["verdicts"] for head, found in result.items()}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A real vLLM server and the engine in a process, on the same greedy prompts: the same answers and the same counts.
 
-The target is the tiny one and n-grams draft. One server and one engine start, which takes minutes.
+The target is the tiny one; n-grams draft, then an EAGLE-3 head. One server and one engine start for each, which takes minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -26,17 +28,19 @@ from eyas.benchmark.methods import Method
 from eyas.benchmark.process import EngineProcess, Setting
 from eyas.benchmark.prompts import Prompt
 from eyas.cli import app
+from eyas.drafting.heads import export, make_head
 from eyas.errors import EyasError
 from eyas.extraction.server import open_server
 from eyas.files import write_json_atomic
-from eyas.params import Machine, TargetParams
+from eyas.params import DraftParams, Machine, TargetParams
 from eyas.stage import process_environment
 from eyas.tables import CONVERSATIONS, PROMPTS, write_table
 from eyas.targets.resolve import describe_target
+from eyas.vocabulary import choose
 from tests.tiny import VOCAB, make_tiny_target
 
 K, MAX_TOKENS, CONCURRENCY = 2, 24, 4
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,19 @@ def some_prompts() -> list[Prompt]:
     return prompts
 
 
+@pytest.fixture(scope="module", params=["ngram", "eagle3"])
+def drafter(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM is told; the head is not trained, and guesses a token now and then."""
+    if request.param == "ngram":
+        return NGRAM
+    head = tmp_path_factory.mktemp("head")
+    vocabulary = choose(np.zeros(VOCAB, dtype=np.int64), None, [0])
+    export(make_head(DraftParams(), target, "tiny", vocabulary, [1, 2, 3, 4], ttt_steps=K, seed=0), head)
+    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+
+
 @pytest.fixture(scope="module")
-def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(target: Path, drafter: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +79,7 @@ def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--seed", "0"]
-    command += ["--max-num-seqs", str(CONCURRENCY), "--speculative-config", json.dumps(SPECULATIVE)]
+    command += ["--max-num-seqs", str(CONCURRENCY), "--speculative-config", json.dumps(drafter)]
     environment = os.environ | process_environment(Machine(cpu_kv_cache_gib=1))
     with log.open("w") as stream:
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
@@ -85,7 +100,9 @@ def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         process.wait(60)
 
 
-def test_the_server_s_counts_are_the_engine_s(target: Path, server: str, tmp_path: Path) -> None:
+def test_the_server_s_counts_are_the_engine_s(
+    target: Path, server: str, drafter: dict[str, Any], tmp_path: Path
+) -> None:
     params = TargetParams.model_validate({"source": str(target), "dtype": "float32", "max_model_len": 128})
     machine, prompts = Machine(cpu_kv_cache_gib=1), some_prompts()
     opened = open_server(server, machine, params, target)
@@ -96,19 +113,22 @@ def test_the_server_s_counts_are_the_engine_s(target: Path, server: str, tmp_pat
 
     os.environ.update(process_environment(machine))
     setting = Setting(target, params, machine, prompts, MAX_TOKENS, [CONCURRENCY], tmp_path, tmp_path / "engine.log")
-    with EngineProcess(Method("ngram", K, SPECULATIVE), setting) as engine:
+    with EngineProcess(Method(drafter["method"], K, drafter), setting) as engine:
         engine.wait()
+        accepted = 0
         for name, of_server in served.items():
             index = [i for i, p in enumerate(prompts) if p.set == name]
             traces = engine.serve(index, CONCURRENCY, lambda: None).traces
             assert [a.token_ids for a in of_server.answers] == [t.token_ids for t in traces]
             assert asdict(of_server.counters.speculation) == asdict(count(traces, K))
             assert of_server.counters.speculation.drafted_steps > 0
+            accepted += of_server.counters.speculation.accepted_tokens
             figures = endpoint_metrics(
                 of_server, {p.prompt_id: t.token_ids for p, t in zip(of_server.prompts, traces, strict=True)}
             )
             assert figures["identical_share"] == 1.0
             assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"]
+        assert accepted > 0
         # the same token against itself, and against another
         text = prompts[0].token_ids
         own = engine.serve([0], 1, lambda: None).traces[0].token_ids[0]

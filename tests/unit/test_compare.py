@@ -21,8 +21,10 @@ from eyas.comparison.judgement import Figure, judge_counts, judge_figures
 
 ROOT = Path(__file__).parents[2]
 PLANTED = json.loads((ROOT / "benchmarks" / "benchmark" / "results" / "planted.json").read_text())
-SOUND = PLANTED["counts"]["sound"]
-WORSE = PLANTED["counts"]["wrong rope base"]
+SOUND = PLANTED["as trained"]["counts"]["sound"]
+WORSE = PLANTED["as trained"]["counts"]["wrong rope base"]
+AGAIN = "sound, served again"
+FAULTS = [(head, name) for head, found in PLANTED.items() for name in found["verdicts"] if name != AGAIN]
 USELESS = {name: [tokens, tokens] for name, (tokens, _) in SOUND.items()}  # nothing accepted
 STEPPED = pa.schema(
     [("method", pa.string()), ("set", pa.string()), ("prompt_id", pa.string()), ("step_tokens", pa.list_(pa.int32()))]
@@ -79,6 +81,14 @@ def git(*arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
 
 
+def commit(root: Path, counts: dict[str, list[int]]) -> None:
+    write_run(root, counts)
+    write_outputs(root, counts)
+    write_lock(root, "a" * 32)
+    git("add", ".")
+    git("commit", "-qm", "sound", "--allow-empty")
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository whose one commit is the sound head's run."""
@@ -86,12 +96,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".gitignore").write_text("data/\n.dvc/\n")
-    write_run(tmp_path, SOUND)
-    write_outputs(tmp_path, SOUND)
-    write_lock(tmp_path, "a" * 32)
     git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "sound")
+    commit(tmp_path, SOUND)
     return tmp_path
 
 
@@ -133,11 +139,21 @@ def test_a_fault_is_worse_and_fails_the_gate(checkout: Path, counts: dict[str, l
     assert run("workspace", "HEAD", "--gate")[0] == 0
 
 
-def test_every_planted_fault_that_served_has_its_committed_word() -> None:
-    for name, counts in PLANTED["counts"].items():
-        if name != "sound" and "refused" not in counts:
-            assert judge_counts(SOUND, counts).word == PLANTED["verdicts"][name], name
-    assert PLANTED["verdicts"]["sound, served again"] == "not distinguishable"
+@pytest.mark.parametrize(("head", "fault"), FAULTS)
+def test_every_planted_fault_is_worse_and_fails_the_gate(checkout: Path, head: str, fault: str) -> None:
+    counts = PLANTED[head]["counts"]
+    commit(checkout, counts["sound"])
+    write_run(checkout, counts[fault])
+    write_outputs(checkout, counts[fault])
+    assert words(told("HEAD"))["acceptance_length"] == ("worse", "paired by prompt")
+    assert PLANTED[head]["verdicts"][fault] == "worse"
+    assert run("HEAD", "--gate")[0] == 1
+
+
+def test_sound_heads_are_not_distinguishable() -> None:
+    again = PLANTED["as trained"]
+    assert judge_counts(SOUND, again["counts"][AGAIN]).word == again["verdicts"][AGAIN] == "not distinguishable"
+    assert judge_counts(SOUND, PLANTED["rescaled"]["counts"]["sound"]).word == "not distinguishable"
 
 
 def test_speed_is_gated_on_one_machine_only(checkout: Path) -> None:

@@ -62,7 +62,7 @@ def methods(params: BenchmarkParams, head: Path) -> list[Method]:
     if params.suffix and importlib.util.find_spec("arctic_inference") is None:
         raise EyasError(
             "benchmark.suffix: suffix decoding needs the package arctic-inference, which is not installed; "
-            "`pip install arctic-inference==0.1.1` into this environment, or set benchmark.suffix to false"
+            "build it into this environment (docs/benchmark.md has the commands), or set benchmark.suffix to false"
         )
     drafters: dict[str, dict[str, Any]] = {
         NGRAM: {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -18,11 +19,12 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eyas.report.results import METHODS, Cell, Epoch, Method, Results
-from eyas.report.verdict import interval
+from eyas.report.results import HELDOUT, PLAIN, Cell, Epoch, Method, Results, Step
+from eyas.report.verdict import interval, name_of
 
-NAMES = {"plain": "plain", "ngram": "n-gram", "eagle3": "draft head"}
-_MARKERS = {"plain": "s", "ngram": "D", "eagle3": "o"}
+_MARKERS = {"plain": "s", "ngram": "D", "suffix": "P", "eagle3": "o"}
+_MOST_POINTS = 300  # of a line
+_LABELS_SIDE_BY_SIDE = 10  # bars whose labels have room beside each other
 _WIDTH = 5.0  # inches; small, so that the text stays readable when a phone scales the plot down
 _RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -47,12 +49,41 @@ class Palette:
     line: str
     plain: str
     ngram: str
+    suffix: str
+    reference: str
     eagle3: str
 
 
-_ON_WHITE = Palette(ink="#1c2126", muted="#59636e", line="#d5dade", plain="#7d8791", ngram="#c77a12", eagle3="#1d5f9e")
+_ON_WHITE = Palette(
+    ink="#1c2126",
+    muted="#59636e",
+    line="#d5dade",
+    plain="#7d8791",
+    ngram="#c77a12",
+    suffix="#2f7d63",
+    reference="#9a4a8c",
+    eagle3="#1d5f9e",
+)
 # Stand-ins that no drawing uses otherwise; each becomes a CSS variable of the page, so the plot follows dark mode.
-_STAND_IN = Palette(ink="#fe0001", muted="#fe0002", line="#fe0003", plain="#fe0004", ngram="#fe0005", eagle3="#fe0006")
+_STAND_IN = Palette(**{colour.name: f"#fe000{number}" for number, colour in enumerate(fields(Palette), 1)})
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn everywhere; ``colour`` is one of `Palette`."""
+
+    colour: str
+    marker: str
+    alpha: float
+
+
+def looks(methods: Sequence[str]) -> dict[str, Look]:
+    """By method. References share a colour and are told apart by marker and strength."""
+    references = [method for method in methods if method not in _MARKERS]
+    return {method: Look(method, marker, 1.0) for method, marker in _MARKERS.items() if method in methods} | {
+        method: Look("reference", "^v<>"[number % 4], max(0.4, 1 - 0.3 * number))
+        for number, method in enumerate(references)
+    }
 
 
 @dataclass(frozen=True)
@@ -127,6 +158,38 @@ def _loss(epochs: list[Epoch]) -> Plot:
     return _plot("loss", "Loss by epoch", f"Line plot of the loss by epoch. {told}.", 3.1, draw)
 
 
+def _thinned(steps: list[Step]) -> list[tuple[float, float]]:
+    """Step and loss; of a long run the means of as many bins as a plot can show."""
+    bins = min(_MOST_POINTS, len(steps))
+    edges = [len(steps) * i // bins for i in range(bins + 1)]
+    some = [steps[start:end] for start, end in pairwise(edges)]
+    return [(sum(s.step for s in part) / len(part), sum(s.loss for s in part) / len(part)) for part in some]
+
+
+def _loss_by_step(steps: list[Step]) -> Plot:
+    points = _thinned(steps)
+    ends = [before.step for before, after in pairwise(steps) if after.epoch != before.epoch]
+
+    def draw(ax: Axes, colours: Palette) -> None:
+        _axes(ax, colours)
+        ax.grid(axis="y", color=colours.line, linewidth=0.8)
+        for end in ends:
+            ax.axvline(end, color=colours.muted, linewidth=1, linestyle=(0, (1, 2)))
+        ax.plot([step for step, _ in points], [loss for _, loss in points], color=colours.eagle3, linewidth=1.4)
+        ax.set_xlabel("step" + (", dotted where an epoch ends" if ends else ""))
+        ax.set_ylabel("training loss")
+
+    # single steps are noisy: the text has the means around a few places
+    tenth = max(1, len(steps) // 10)
+    starts = sorted({min(len(steps) - tenth, round(i * (len(steps) - tenth) / 4)) for i in range(5)})
+    told = "; ".join(
+        f"steps {part[0].step} to {part[-1].step}: {sum(s.loss for s in part) / len(part):.3f}"
+        for part in (steps[start : start + tenth] for start in starts)
+    )
+    alt = f"Line plot of the training loss by step, over {steps[-1].step} steps. Means: {told}."
+    return _plot("steps", "Training loss by step", alt, 3.1, draw)
+
+
 def _heldout(epochs: list[Epoch], served: float) -> Plot:
     best = max(epochs, key=lambda e: e.heldout_acceptance_length)
 
@@ -158,56 +221,76 @@ def _heldout(epochs: list[Epoch], served: float) -> Plot:
 
 
 def _acceptance(results: Results) -> Plot:
-    rows = results.positions
+    rows, methods = results.positions, results.methods[1:]
+    look, width = looks(methods), 0.8 / len(methods)
 
     def draw(ax: Axes, colours: Palette) -> None:
         _axes(ax, colours)
-        for offset, method in ((-0.2, "ngram"), (0.2, "eagle3")):
-            shares = [getattr(row, method) for row in rows]
+        crowded = len(methods) * len(rows) > _LABELS_SIDE_BY_SIDE
+        for number, method in enumerate(methods):
+            shares = [row.share(method) for row in rows]
             bars = ax.bar(
-                [row.position + offset for row in rows],
+                [row.position + (number - (len(methods) - 1) / 2) * width for row in rows],
                 shares,
-                0.37,
-                color=getattr(colours, method),
-                label=NAMES[method],
+                0.93 * width,
+                color=getattr(colours, look[method].colour),
+                alpha=look[method].alpha,
+                label=name_of(method),
             )
-            ax.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, color=colours.ink)
+            ax.bar_label(
+                bars, [f"{share:.0%}" for share in shares], padding=2, color=colours.ink, rotation=90 if crowded else 0
+            )
         ax.set_xticks([row.position for row in rows])
         ax.set_xlabel("position in the draft")
         ax.set_ylabel("accepted")
         ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        ax.margins(y=0.12)
+        ax.margins(y=0.22 if crowded else 0.12)
         _legend(ax, colours)
 
-    told = "; ".join(f"position {row.position}: draft head {row.eagle3:.1%}, n-gram {row.ngram:.1%}" for row in rows)
+    told = "; ".join(
+        f"position {row.position}: "
+        + ", ".join(f"{name_of(method)} {row.share(method):.1%}" for method in reversed(methods))
+        for row in rows
+    )
     alt = f"Bar plot of the share of draft tokens accepted by position. {told}."
     return _plot("acceptance", "Acceptance by position", alt, 3.1, draw)
 
 
 def _speed(methods: dict[str, Method]) -> Plot:
+    look = looks(list(methods))
+
     def draw(ax: Axes, colours: Palette) -> None:
         _axes(ax, colours)
         shown = list(reversed(methods))
         values = [methods[name].output_tokens_per_s for name in shown]
-        bars = ax.barh([NAMES[name] for name in shown], values, 0.62, color=[getattr(colours, name) for name in shown])
+        bars = ax.barh(
+            [name_of(name) for name in shown],
+            values,
+            0.62,
+            color=[getattr(colours, look[name].colour) for name in shown],
+        )
+        for bar, name in zip(bars, shown, strict=True):
+            bar.set_alpha(look[name].alpha)
         labels = [f"{methods[name].output_tokens_per_s:,.1f}  ({methods[name].speedup:.2f}×)" for name in shown]
         ax.bar_label(bars, labels, padding=4, color=colours.ink)
         ax.set_xlim(0, max(values) * 1.45)  # room for the labels
         ax.set_xlabel("output tokens per second")
 
     told = ", ".join(
-        f"{NAMES[n]} {m.output_tokens_per_s:,.1f} ({m.speedup:.2f} times plain)" for n, m in methods.items()
+        f"{name_of(n)} {m.output_tokens_per_s:,.1f} ({m.speedup:.2f} times plain)" for n, m in methods.items()
     )
-    return _plot("speed", "Speed", f"Bar plot of output tokens per second. {told}.", 3.1, draw)
+    alt = f"Bar plot of output tokens per second. {told}."
+    return _plot("speed", "Speed", alt, 1.3 + 0.6 * len(methods), draw)
 
 
-def _sets(by_set: dict[str, dict[str, Method]]) -> Plot:
-    names = list(by_set)
+def _sets(by_set: dict[str, dict[str, Method]], methods: Sequence[str]) -> Plot:
+    names, look, apart = list(by_set), looks(methods), 0.68 / len(methods)
 
     def draw(ax: Axes, colours: Palette) -> None:
         _axes(ax, colours)
         ax.grid(axis="x", color=colours.line, linewidth=0.8)
-        for offset, method in ((0.17, "ngram"), (-0.17, "eagle3")):
+        for number, method in enumerate(methods):
+            offset = ((len(methods) - 1) / 2 - number) * apart
             rows = [
                 (len(names) - 1 - i, by_set[name][method]) for i, name in enumerate(names) if method in by_set[name]
             ]
@@ -218,10 +301,11 @@ def _sets(by_set: dict[str, dict[str, Method]]) -> Plot:
                     [max(m.acceptance_length - m.acceptance_length_low, 0) for _, m in rows],
                     [max(m.acceptance_length_high - m.acceptance_length, 0) for _, m in rows],
                 ),
-                fmt=_MARKERS[method],
-                color=getattr(colours, method),
+                fmt=look[method].marker,
+                color=getattr(colours, look[method].colour),
+                alpha=look[method].alpha,
                 elinewidth=2,
-                label=NAMES[method],
+                label=name_of(method),
             )
         ax.axvline(1, color=colours.muted, linewidth=1.2, linestyle=(0, (4, 3)), label="plain")
         ax.set_yticks(range(len(names)), list(reversed(names)))
@@ -232,14 +316,15 @@ def _sets(by_set: dict[str, dict[str, Method]]) -> Plot:
     told = "; ".join(
         f"{name}: "
         + ", ".join(
-            f"{NAMES[method]} {by_set[name][method].acceptance_length:.2f} ({interval(by_set[name][method])})"
-            for method in ("eagle3", "ngram")
+            f"{name_of(method)} {by_set[name][method].acceptance_length:.2f} ({interval(by_set[name][method])})"
+            for method in reversed(methods)
             if method in by_set[name]
         )
         for name in names
     )
     alt = f"Dot plot of acceptance length with its 95% interval by prompt set. {told}. Plain decoding is 1."
-    return _plot("sets", "Acceptance length by prompt set", alt, 1.3 + 0.5 * len(names), draw)
+    height = 1.3 + 0.25 * len(names) * max(2, len(methods))
+    return _plot("sets", "Acceptance length by prompt set", alt, height, draw)
 
 
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
@@ -249,9 +334,10 @@ def _grid(cells: list[Cell]) -> Plot:
     """Speed-up by requests at a time; a line for each method and k, k told by its dashes."""
     lines: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
-        if cell.method != "plain":
+        if cell.method != PLAIN:
             lines.setdefault((cell.method, cell.k), []).append(cell)
     ks = sorted({k for _, k in lines})
+    look = looks(list(dict.fromkeys(method for method, _ in lines)))
 
     def draw(ax: Axes, colours: Palette) -> None:
         _axes(ax, colours)
@@ -261,10 +347,11 @@ def _grid(cells: list[Cell]) -> Plot:
             ax.plot(
                 [requests.index(cell.concurrency) for cell in served],
                 [cell.speedup for cell in served],
-                color=getattr(colours, method, colours.muted),
-                marker=_MARKERS.get(method, "^"),
+                color=getattr(colours, look[method].colour),
+                marker=look[method].marker,
+                alpha=look[method].alpha,
                 linestyle=_DASHES[ks.index(k) % len(_DASHES)],
-                label=f"{NAMES.get(method, method)}, k = {k}",
+                label=f"{name_of(method)}, k = {k}",
             )
         ax.axhline(1, color=colours.muted, linewidth=1.2, linestyle=(0, (4, 3)))
         ax.set_xticks(range(len(requests)), [str(r) for r in requests])
@@ -273,7 +360,7 @@ def _grid(cells: list[Cell]) -> Plot:
         _legend(ax, colours, columns=2)
 
     told = "; ".join(
-        f"{NAMES.get(method, method)} with k = {k}: "
+        f"{name_of(method)} with k = {k}: "
         + ", ".join(f"{cell.concurrency} requests {cell.speedup:.2f} times" for cell in served)
         for (method, k), served in lines.items()
     )
@@ -281,19 +368,20 @@ def _grid(cells: list[Cell]) -> Plot:
         "grid",
         "Speed by requests at a time and k",
         f"Line plot of the speed against plain decoding. {told}.",
-        3.4,
+        3 + 0.1 * len(lines),  # the legend's rows
         draw,
     )
 
 
 def draw_plots(results: Results) -> dict[str, Plot]:
     """Draw all plots, by name."""
-    bench = results.benchmark
+    bench, by_set, cells = results.benchmark, results.by_set(), results.cells()
     plots = [
-        _sets(bench.by_set()),
+        _sets(by_set, results.methods[1:]),
         _acceptance(results),
-        _speed({name: getattr(bench, name) for name in METHODS}),
-        *([_grid(cells)] if len(cells := bench.cells()) > len(bench.grid) else []),
+        _speed(by_set[HELDOUT]),
+        *([_grid(cells)] if len(cells) > len(bench.grid) else []),
+        _loss_by_step(results.steps),
         _loss(results.epochs),
         _heldout(results.epochs, bench.eagle3.acceptance_length),
     ]

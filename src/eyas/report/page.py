@@ -16,9 +16,9 @@ from typing import Any
 import jinja2
 
 from eyas.params import Profile
-from eyas.report.figures import NAMES, draw_plots
-from eyas.report.results import METHODS, Results, read_results
-from eyas.report.verdict import by_set, drafting, extraction_checks, interval, judge, step_cost
+from eyas.report.figures import draw_plots, looks
+from eyas.report.results import Results, read_results
+from eyas.report.verdict import advice, by_set, drafting, extraction_checks, interval, judge, name_of
 
 _LABELS = {"reasons": "why rejected", "sources": "kept by source"}
 
@@ -103,6 +103,19 @@ def trained_on(results: Results, params: Profile) -> str:
     )
 
 
+def contamination(results: Results) -> str:
+    """What was done so that no benchmark prompt is in training; empty for a profile without benchmark sets."""
+    prompts = results.prepare.get("benchmark_prompts", {})
+    if not prompts:
+        return ""
+    held = results.prepare.get("reasons", {}).get("benchmark_prompt", 0)
+    return (
+        f"Contamination check: {number(sum(prompts.values()))} prompts of {', '.join(sorted(prompts))} were looked for in every user turn, "
+        f"near duplicates included; {number(held) if held else 'no'} conversation{'' if held == 1 else 's'} had one"
+        f"{' and stayed out of the data' if held else ''}."
+    )
+
+
 def serve_command(profile: str, params: Profile, target: str) -> str:
     """The shell command that serves target and head the way they were measured."""
     speculative = {
@@ -167,21 +180,21 @@ def render(results: Results, params: Profile, target: str) -> tuple[str, dict[st
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"duration": duration, "size": size, "number": number, "interval": interval}
+    environment.filters |= {"duration": duration, "size": size, "number": number}
+    environment.filters |= {"interval": interval, "name_of": name_of}
     plots = draw_plots(results)
-    bench = results.benchmark
     html = environment.get_template("page.html.j2").render(
         results=results,
         params=params,
         parameters=json.dumps(params.model_dump(mode="json"), indent=2, ensure_ascii=False),
         verdict=judge(results, params.benchmark.num_speculative_tokens[0]),
-        breakeven=step_cost(bench.eagle3),
-        methods={name: getattr(bench, name) for name in METHODS},
-        sets=bench.by_set(),
+        methods=results.methods,
+        looks=looks(results.methods),
+        sets=results.by_set(),
         set_verdicts=by_set(results),
         drafting=drafting(results),
-        names=NAMES,
-        cells=bench.cells(),
+        advice=advice(results),
+        cells=results.cells(),
         plots=plots,
         checks=extraction_checks(results.extract),
         extracted=list(facts("Extraction", results.extract.model_extra or {})),
@@ -192,6 +205,7 @@ def render(results: Results, params: Profile, target: str) -> tuple[str, dict[st
             *facts("Tokens", results.encode),
         ],
         trained=trained_on(results, params),
+        contamination=contamination(results),
         sources=results.prepare.get("by_source", {}),
         vocabulary=list(facts("Draft vocabulary", results.vocab.model_dump())),
         training=list(facts("Training", results.train.model_dump())),

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from eyas.errors import EyasError
 
 STAGES = ("prepare", "respond", "encode", "extract", "vocab", "train", "benchmark")
-METHODS = ("plain", "ngram", "eagle3")
+HELDOUT = "heldout"
+PLAIN, NGRAM, EAGLE3 = "plain", "ngram", "eagle3"  # always served; suffix decoding and references where a profile asks
 Comparison = Literal["better", "worse", "not distinguishable"]
 _T = TypeVar("_T")
 
@@ -26,16 +27,22 @@ class _Measured(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
 
-class Method(_Measured):
-    """One way of decoding over one set of prompts; `acceptance_length` is emitted tokens per target step."""
+class Acceptance(_Measured):
+    """Emitted tokens per target step, with the 95% interval."""
 
     acceptance_length: float = Field(gt=0)
     acceptance_length_low: float
     acceptance_length_high: float
+
+
+class Method(Acceptance):
+    """One way of decoding over one set of prompts."""
+
     output_tokens_per_s: float = Field(gt=0)
     speedup: float = Field(gt=0)
     speedup_low: float | None = None
     speedup_high: float | None = None
+    step_cost: float = Field(gt=0)  # in plain steps; also the acceptance length at which the method breaks even
     identical_share: float
     looped_share: float | None = None
     acceptance_length_without_loops: float | None = None
@@ -88,29 +95,23 @@ class Cell:
     speedup: float
 
 
+class OfCategory(Acceptance):
+    """One method over the prompts of one category of a set."""
+
+    prompts: int
+
+
 class Benchmark(_Measured):
-    """The three methods over the held-out prompts, and by prompt set."""
+    """The methods over the held-out prompts, by prompt set and by category; other methods than these three are extra."""
+
+    __pydantic_extra__: dict[str, Method | float]
 
     plain: Method
     ngram: Method
     eagle3: Method
     sets: dict[str, dict[str, Method]] = {}
+    categories: dict[str, dict[str, dict[str, OfCategory]]] = {}
     grid: dict[str, dict[str, dict[str, Served]]] = {}
-
-    def by_set(self) -> dict[str, dict[str, Method]]:
-        """Set → method → figures, the held-out prompts first, then by name."""
-        heldout = {name: getattr(self, name) for name in METHODS}
-        others = {name: self.sets[name] for name in sorted(self.sets) if name != "heldout"}
-        return {"heldout": heldout, **others}
-
-    def cells(self) -> list[Cell]:
-        """The grid ``<method>.k<k>.c<concurrency>`` in the order of method, k and concurrency."""
-        return [
-            Cell(method, k, c, served.acceptance_length, served.output_tokens_per_s, served.speedup)
-            for method, by_k in self.grid.items()
-            for k, by_c in sorted((int(name[1:]), value) for name, value in by_k.items())
-            for c, served in sorted((int(name[1:]), value) for name, value in by_c.items())
-        ]
 
 
 class Epoch(_Measured):
@@ -122,12 +123,27 @@ class Epoch(_Measured):
     heldout_acceptance_length: float
 
 
+class Step(_Measured):
+    """One line of ``train_steps.csv``."""
+
+    step: int
+    epoch: int
+    loss: float
+
+
 class Position(_Measured):
     """One line of ``acceptance.csv``: acceptance of the draft token at this position, by method."""
+
+    __pydantic_extra__: dict[str, float]
 
     position: int
     ngram: float
     eagle3: float
+
+    def share(self, method: str) -> float:
+        """Of a method that drafts."""
+        found: float = getattr(self, method)
+        return found
 
 
 class Provenance(_Measured):
@@ -143,14 +159,22 @@ class Provenance(_Measured):
 class Verdicts(_Measured):
     """The benchmark's own comparison of acceptance lengths on the held-out prompts, paired by prompt."""
 
+    __pydantic_extra__: dict[str, Comparison]
+
     against_plain: Comparison = Field(alias="eagle3 against plain")
     against_ngram: Comparison = Field(alias="eagle3 against ngram")
 
+    def against(self, method: str) -> Comparison:
+        """How the head stands against a method that was served with it."""
+        found: Comparison = self.model_dump(by_alias=True)[f"{EAGLE3} against {method}"]
+        return found
+
 
 class BenchmarkProvenance(Provenance):
-    """How the benchmark ran, and what it concluded."""
+    """How the benchmark ran, and what it concluded; `advice` is a sentence for each method that drafts, the head first."""
 
     verdicts: Verdicts
+    advice: list[str] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -165,10 +189,38 @@ class Results:
     vocab: Vocabulary
     train: Training
     benchmark: Benchmark
+    steps: list[Step]
     epochs: list[Epoch]
     positions: list[Position]
     verdicts: Verdicts
+    advice: list[str]
     provenance: dict[str, Provenance]
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods' names in the order in which they are told: plain decoding first, the head last."""
+        return [PLAIN, NGRAM, *(self.positions[0].model_extra or {}), EAGLE3]
+
+    def by_set(self) -> dict[str, dict[str, Method]]:
+        """Set → method → figures, the held-out prompts first, then by name."""
+        sets = self.benchmark.sets
+        heldout = {name: getattr(self.benchmark, name) for name in self.methods}
+        others = {
+            name: {method: sets[name][method] for method in self.methods if method in sets[name]}
+            for name in sorted(sets)
+            if name != HELDOUT
+        }
+        return {HELDOUT: heldout, **others}
+
+    def cells(self) -> list[Cell]:
+        """The grid ``<method>.k<k>.c<concurrency>`` in the order of method, k and concurrency."""
+        grid = self.benchmark.grid
+        return [
+            Cell(method, k, c, served.acceptance_length, served.output_tokens_per_s, served.speedup)
+            for method in self.methods
+            for k, by_c in sorted((int(name[1:]), value) for name, value in grid.get(method, {}).items())
+            for c, served in sorted((int(name[1:]), value) for name, value in by_c.items())
+        ]
 
 
 def _checked(kind: type[_T], value: Any, file: Path, stage: str, profile: str) -> _T:
@@ -222,9 +274,11 @@ def read_results(metrics: Path, profile: str) -> Results:
         vocab=values(Vocabulary, "vocab", "vocab.json"),
         train=values(Training, "train", "train.json"),
         benchmark=values(Benchmark, "benchmark", "benchmark.json"),
+        steps=series(Step, "train", "train_steps.csv"),
         epochs=series(Epoch, "train", "train_epochs.csv"),
         positions=series(Position, "benchmark", "acceptance.csv"),
         verdicts=benchmark.verdicts,
+        advice=benchmark.advice,
         provenance={
             **{stage: values(Provenance, stage, f"provenance/{stage}.json") for stage in STAGES[:-1]},
             "benchmark": benchmark,

@@ -6,22 +6,26 @@ pairs the methods by prompt; on the other sets it needs two 95% intervals that d
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.report.results import Comparison, Extraction, Method, Results
+from eyas.report.results import EAGLE3, HELDOUT, PLAIN, Acceptance, Comparison, Extraction, Method, Results
 
 _SPEED_NOISE = 0.03  # where speed was measured once and has no interval, a smaller difference is not called one
 _LOOPS_WORTH_A_WORD = 0.05
+_NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "draft head"}
+_SUBJECTS = {"ngram": "N-gram", "suffix": "Suffix decoding", "eagle3": "The draft head"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A headline, and the sentences that carry it."""
+    """A headline, and the sentences that carry it; ``others`` has one for each method besides plain decoding and n-gram."""
 
     tone: Literal["good", "mixed", "bad"]
     headline: str
     acceptance: str
+    others: list[str]
     speed: str
     cautions: list[str]
 
@@ -69,7 +73,12 @@ def extraction_checks(extract: Extraction) -> list[Check]:
     ]
 
 
-def interval(method: Method) -> str:
+def name_of(method: str) -> str:
+    """What the page calls a method; a reference has its own name."""
+    return _NAMES.get(method, method)
+
+
+def interval(method: Acceptance) -> str:
     """``1.48–1.62``."""
     return f"{method.acceptance_length_low:.2f}–{method.acceptance_length_high:.2f}"
 
@@ -82,11 +91,6 @@ def _compare(ours: Method, other: Method) -> Comparison:
     return "not distinguishable"
 
 
-def step_cost(method: Method) -> float:
-    """Time of one decoding step in plain steps; also the acceptance length at which the method breaks even."""
-    return method.acceptance_length / method.speedup
-
-
 def _pace(method: Method) -> Literal["faster", "slower", "the same"]:
     low, high = method.speedup_low, method.speedup_high
     if low is None or high is None:
@@ -96,29 +100,65 @@ def _pace(method: Method) -> Literal["faster", "slower", "the same"]:
     return "faster" if method.speedup > 1 else "slower"
 
 
-def by_set(results: Results) -> dict[str, Comparison]:
-    """The head against n-gram on each set that both have served; the held-out prompts first."""
+def _rivals(results: Results) -> list[str]:
+    """The other methods that draft."""
+    return [name for name in results.methods if name not in (PLAIN, EAGLE3)]
+
+
+def by_set(results: Results) -> dict[str, dict[str, Comparison]]:
+    """The head against each other method that drafts, on each set that both have served; the held-out prompts first."""
+    rivals = _rivals(results)
     others = {
-        name: _compare(methods["eagle3"], methods["ngram"])
-        for name, methods in results.benchmark.by_set().items()
-        if {"eagle3", "ngram"} <= methods.keys()
+        name: {rival: _compare(methods[EAGLE3], methods[rival]) for rival in rivals if rival in methods}
+        for name, methods in results.by_set().items()
+        if EAGLE3 in methods
     }
-    return others | {"heldout": results.verdicts.against_ngram}
+    return others | {HELDOUT: {rival: results.verdicts.against(rival) for rival in rivals}}
 
 
 def drafting(results: Results) -> str:
     """How often the methods draft at all, without which acceptance by position misleads; empty where it was not counted."""
+    heldout = results.by_set()[HELDOUT]
     shares = {
-        name: method.drafted_steps / method.target_steps
-        for name, method in (("head", results.benchmark.eagle3), ("n-gram", results.benchmark.ngram))
-        if method.target_steps and method.drafted_steps is not None
+        name: heldout[name].drafted_steps / heldout[name].target_steps  # type: ignore[operator]
+        for name in (EAGLE3, *_rivals(results))
+        if heldout[name].target_steps and heldout[name].drafted_steps is not None
     }
-    if len(shares) < 2:
+    if EAGLE3 not in shares or len(shares) < 2:
         return ""
+    others = ", ".join(f"{name_of(name)} in {share:.0%}" for name, share in shares.items() if name != EAGLE3)
     over_all = ", ".join(f"{share:.0%}" for share in results.benchmark.ngram.acceptance_by_position_all_steps.values())
-    return f"The head drafts in {shares['head']:.0%} of its steps, n-gram in {shares['n-gram']:.0%}." + (
+    return f"The head drafts in {shares[EAGLE3]:.0%} of its steps, {others}." + (
         f" Over all its steps n-gram has {over_all}." if over_all else ""
     )
+
+
+def advice(results: Results) -> list[str]:
+    """The benchmark's advice, with the methods named as on the page: which of them pays, why, and where it would."""
+    told = []
+    for sentence in results.advice:
+        method, _, rest = sentence.partition(" ")
+        # the terminal's x is a multiplication sign here
+        told.append(re.sub(r"(?<=\d)x\b", "×", f"{_SUBJECTS.get(method, method)} {rest}."))
+    return told
+
+
+def _others(results: Results) -> list[str]:
+    ours = results.benchmark.eagle3
+    told = []
+    for name in results.methods[2:-1]:
+        other: Method = getattr(results.benchmark, name)
+        word = {
+            "better": "the head predicts better",
+            "worse": "the head predicts worse",
+            "not distinguishable": "the two are not distinguishable",
+        }[results.verdicts.against(name)]
+        told.append(
+            f"Against {'suffix decoding' if name == 'suffix' else name}: {word}, "
+            f"{ours.acceptance_length:.2f} tokens per step against {other.acceptance_length:.2f} ({interval(other)}), "
+            f"{ours.output_tokens_per_s:,.1f} tokens/s against {other.output_tokens_per_s:,.1f}."
+        )
+    return told
 
 
 def _acceptance(results: Results) -> str:
@@ -144,14 +184,11 @@ def _speed(eagle: Method, ngram: Method, plain: Method, k: int) -> str:
         f"Output runs at {eagle.output_tokens_per_s:,.1f} tokens/s against {plain.output_tokens_per_s:,.1f} plain ({eagle.speedup:.2f}×) "
         f"and {ngram.output_tokens_per_s:,.1f} with n-gram ({ngram.speedup:.2f}×). "
     )
-    cost = step_cost(eagle)
+    cost = eagle.step_cost
     work = f"{k} draft step{'s' if k > 1 else ''}, then a check of {k + 1} tokens at once"
     pace = _pace(eagle)
-    if pace == "slower":
-        return facts + (
-            f"The reason: a decoding step with the head ({work}) takes about {cost:.2f} times as long as a plain step, and gives only "
-            f"{eagle.acceptance_length:.2f} tokens for it. On this machine, at this load, it pays above {cost:.2f} tokens per step."
-        )
+    if pace == "slower":  # why, and where it would pay, is the first caution
+        return facts
     if pace == "faster":
         return facts + (
             f"A decoding step with the head ({work}) takes about {cost:.2f} times as long as a plain step and gives "
@@ -166,6 +203,8 @@ def _speed(eagle: Method, ngram: Method, plain: Method, k: int) -> str:
 
 def _cautions(results: Results) -> list[str]:
     cautions = []
+    if _pace(results.benchmark.eagle3) == "slower":
+        cautions.append(advice(results)[0])  # the head's own
     failed = [check.name for check in extraction_checks(results.extract) if not check.passed]
     if failed:
         cautions.append(
@@ -177,7 +216,7 @@ def _cautions(results: Results) -> list[str]:
             f"Greedy outputs equal plain decoding's for {eagle.identical_share:.1%} of the prompts. Rounding can flip near-ties; "
             "in float32 every prompt should be equal."
         )
-    looped = max(method.looped_share or 0.0 for method in (results.benchmark.plain, results.benchmark.ngram, eagle))
+    looped = max(method.looped_share or 0.0 for method in results.by_set()[HELDOUT].values())
     if looped >= _LOOPS_WORTH_A_WORD:
         cautions.append(f"Up to {looped:.1%} of the outputs loop. Loops flatter every method, n-gram most.")
     return cautions
@@ -206,6 +245,7 @@ def judge(results: Results, num_speculative_tokens: int) -> Verdict:
         tone,
         headline,
         _acceptance(results),
+        _others(results),
         _speed(eagle, ngram, plain, num_speculative_tokens),
         _cautions(results),
     )
