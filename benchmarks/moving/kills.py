@@ -1,15 +1,19 @@
 """Kill runs, pushes and pulls at random moments; look for anything half written under an object's name; run them again to the end.
 
-python benchmarks/moving/kills.py [KILLS] [SEED]   # one line a turn and a sum, in benchmarks/moving/results/kills.json; needs 500 MB
+    python benchmarks/moving/kills.py --kills 50 --seed 7 --out benchmarks/moving/results/kills.json    # 500 MB, half a minute a turn
 
 `dvc`: SIGKILL for DVC alone, under `make repro`. `stage`: for the stage alone. `repro`: for all three at once. The recovery is the
 documented one: `make adopt`, then `make repro`; for `push` and `pull`, the same command again.
+
+After a kill and after its recovery: every object has the bytes of its name, and none that was there before is gone; after the
+recovery the pipeline is up to date, or remote and checkout are whole. Prints a line for each turn, writes the results after each, and
+ends with status 1 at the first fault.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -23,6 +27,9 @@ from pathlib import Path
 import psutil
 from ruamel.yaml import YAML
 
+from eyas.files import write_json_atomic
+from eyas.stage import installed_versions, machine_description
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.moving_checkout import TinyCheckout
@@ -30,19 +37,28 @@ from tests.stub_pipeline import StubCheckout
 
 SHARD_MIB = 24
 SHARDS = 6
-RESULT = Path(__file__).parent / "results/kills.json"
+KINDS = ("push", "dvc", "pull", "stage", "repro")
 MOVING = (sys.executable, "-m", "eyas.moving")
 
 
+def objects(top: Path) -> dict[str, Path]:
+    """The objects below a folder; temporary files have other names."""
+    found = {file.parent.name + file.name: file for file in top.rglob("*") if file.is_file()}
+    return {name: file for name, file in found.items() if len(name.removesuffix(".dir")) == 32 and "." not in name[:32]}
+
+
 def unsound(top: Path) -> list[str]:
-    """Objects whose bytes are not those that their name says; temporary files have other names."""
-    faults = []
-    for file in top.rglob("*") if top.exists() else ():
-        name = (file.parent.name + file.name).removesuffix(".dir")
-        is_object = file.is_file() and len(name) == 32 and not file.name.startswith(".")
-        if is_object and hashlib.md5(file.read_bytes()).hexdigest() != name:
-            faults.append(str(file))
-    return faults
+    """Objects whose bytes are not those that their name says."""
+    return [
+        f"unsound: {file}"
+        for name, file in objects(top).items()
+        if hashlib.md5(file.read_bytes()).hexdigest() != name.removesuffix(".dir")
+    ]
+
+
+def lost(before: dict[str, Path], top: Path) -> list[str]:
+    """Objects that were there and are not any more."""
+    return [f"lost: {top}/{name}" for name in sorted(before.keys() - objects(top).keys())]
 
 
 class Transfers:
@@ -57,8 +73,11 @@ class Transfers:
         started = time.monotonic()
         assert self.checkout.moving("push", "one").returncode == 0
         self.whole = time.monotonic() - started
+        self.made = objects(
+            self.remote
+        )  # the cache has some that are no part of a profile, as records of what stages read
 
-    def turn(self, verb: str) -> tuple[bool, str]:
+    def turn(self, verb: str) -> tuple[bool, list[str]]:
         """Whether it was killed, and what is wrong afterwards."""
         if verb == "push":
             shutil.rmtree(self.remote / "files")
@@ -88,7 +107,9 @@ class Transfers:
                 self.whole = time.monotonic() - started  # a busy machine gets slower and faster
         if not (self.checkout.folder / "data/one/hidden_states").is_dir():
             faults.append("the checkout has no store")
-        return killed, "; ".join(faults + unsound(self.checkout.objects))
+        for place in (self.remote, self.checkout.objects):
+            faults += lost(self.made, place) + unsound(place)
+        return killed, faults
 
 
 class Runs:
@@ -101,7 +122,7 @@ class Runs:
         self.whole = time.monotonic() - started
         self.cache = self.checkout.folder / ".dvc/cache/files/md5"
 
-    def turn(self, what: str) -> tuple[bool, str]:
+    def turn(self, what: str) -> tuple[bool, list[str]]:
         """Whether it was killed, and what is wrong afterwards."""
         self.rate += 1e-6
         params = self.checkout.folder / "params.yaml"
@@ -109,20 +130,18 @@ class Runs:
         content["profiles"]["smoke"]["responses"]["temperature"] = round(0.5 + self.rate, 6)  # most stages are due
         YAML().dump(content, params)
         self.checkout.tell_params()
-        before = {path.relative_to(self.cache) for path in self.cache.rglob("*") if path.is_file()}
+        before = objects(self.cache)
         process = self.checkout.start(*MOVING, "repro", "smoke", STUB_SECONDS="0.5")
         time.sleep(self.chance.uniform(0.15, 0.9) * self.whole)
         killed = self._kill(process, what)
         process.communicate()
-        faults = unsound(self.cache)
-        lost = before - {path.relative_to(self.cache) for path in self.cache.rglob("*") if path.is_file()}
-        faults += [f"lost: {path}" for path in lost]
+        faults = lost(before, self.cache) + unsound(self.cache)
         self.checkout.run("eyas", "cache", "adopt", "smoke")  # refuses what did not finish
         again = self.checkout.run(*MOVING, "repro", "smoke")
         faults += [f"repro: {again.stderr[-500:]}"] if again.returncode else []
         status = self.checkout.dvc("status", "report@smoke", "--with-deps").stdout
         faults += [] if "up to date" in status else [status]
-        return killed, "; ".join(faults + unsound(self.cache))
+        return killed, faults + lost(before, self.cache) + unsound(self.cache)
 
     @staticmethod
     def _kill(process: subprocess.Popen[str], what: str) -> bool:
@@ -146,26 +165,42 @@ class Runs:
 
 
 def main() -> None:
-    kills, seed = (int(value) for value in [*sys.argv[1:], *["50", "0"][len(sys.argv) - 1 :]])
-    chance = random.Random(seed)
-    landed: Counter[str] = Counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chance, started = random.Random(options.seed), time.monotonic()
+    landed, recovered = Counter(dict.fromkeys(KINDS, 0)), Counter(dict.fromkeys(KINDS, 0))
+    faults: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         (top / "runs").mkdir()
         transfers, runs = Transfers(top, chance), Runs(top / "runs", chance)
         turn = 0
-        while landed.total() < kills:
-            what = ("push", "dvc", "pull", "stage", "repro")[turn % 5]
-            killed, fault = (transfers if what in ("push", "pull") else runs).turn(what)
-            landed[what] += killed
-            print(f"{turn}: {what} {'killed' if killed else 'had ended'}: {fault or 'recovered'}", flush=True)
-            if fault:
-                sys.exit(f"turn {turn}: {fault}")
+        while landed.total() < options.kills and not faults:
+            what = KINDS[turn % len(KINDS)]
+            killed, faults = (transfers if what in ("push", "pull") else runs).turn(what)
             turn += 1
-    result = {"turns": turn, "seed": seed, "killed": dict(landed), "unsound": 0, "lost": 0, "not_recovered": 0}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    print(f"{landed.total()} of {turn} were killed; nothing unsound or lost; every recovery completed")
+            landed[what] += killed
+            recovered[what] += killed and not faults
+            print(f"{turn}: {what} {'killed' if killed else 'had ended'}: {'; '.join(faults) or 'whole'}", flush=True)
+            result = {
+                "command": f"python benchmarks/moving/kills.py --kills {options.kills} --seed {options.seed}",
+                "turns": turn,
+                "total_kills": landed.total(),
+                "killed": dict(landed),
+                "recovered": dict(recovered),
+                "lost": sum(fault.startswith("lost: ") for fault in faults),
+                "faults": faults,
+                "seconds": round(time.monotonic() - started),
+                "machine": machine_description(),
+                "versions": installed_versions(),
+            }
+            if options.out:
+                write_json_atomic(options.out, result)
+    print(f"{landed.total()} kills in {turn} turns, {recovered.total()} recovered, {len(faults)} faults")
+    sys.exit(bool(faults))
 
 
 if __name__ == "__main__":

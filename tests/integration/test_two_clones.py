@@ -1,4 +1,7 @@
-"""docs/moving-machines.md, run as it stands: a profile goes to another machine and back, and nothing is computed twice."""
+"""docs/moving-machines.md, run as it stands: a profile goes to another machine and back, and nothing is computed twice.
+
+First with a folder as the remote, then through an SSH and an S3 server, each with rows of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from typing import Any
 
 import pytest
 
-from eyas.params import Machine, load_machine
+from eyas.params import Machine, load_machine, load_profile
+from tests.integration.test_moving_remotes import Server, server
 from tests.pipeline.test_minute_profile import MINUTE, ROOT, Checkout, ran, write_jsonl
 from tests.stub_pipeline import PLACEMENT
 
 PAGE = ROOT / "docs/moving-machines.md"
+__all__ = ["server"]  # a fixture
 
 
 def blocks() -> dict[str, list[str]]:
@@ -39,7 +44,7 @@ class Clone:
 
     place: Path
     origin: Path
-    remote: Path
+    remote: str
     done: list[str]
 
     @property
@@ -48,7 +53,7 @@ class Clone:
 
     def run(self, command: str) -> str:
         """Run one command of the page, with the small profile and the test's own places; gives all that it printed."""
-        real = command.replace("rtx", "minute").replace("/mnt/shared/eyas", str(self.remote))
+        real = command.replace("rtx", "minute").replace("/mnt/shared/eyas", self.remote)
         real = real.replace("ssh://git.example.com/eyas.git", str(self.origin))
         if command.startswith("make setup"):  # the environment of these tests is the checkout's too
             (self.folder / ".venv").symlink_to(sys.prefix)
@@ -77,13 +82,21 @@ class Clone:
         """Run the block under a heading; gives what each of its commands printed."""
         return {command: self.run(command) for command in blocks()[heading] if not command.startswith("cd ")}
 
+    def add_data(self, name: str, *topics: str) -> None:
+        """A new file under data/input, named in params.yaml before those that are."""
+        new = [{"messages": [{"role": "user", "content": f"Tell me about {topic}."}]} for topic in topics]
+        write_jsonl(self.folder / f"data/input/{name}.jsonl", new)
+        before = load_profile("minute", self.folder / "params.yaml").dataset.sources
+        sources = [{"source": f"data/input/{name}.jsonl"}, *({"source": known.source} for known in before)]
+        Checkout.set_params(self, MINUTE | {"dataset": MINUTE["dataset"] | {"sources": sources}})  # type: ignore[arg-type]
+
     def extract_metrics(self) -> dict[str, Any]:
         values: dict[str, Any] = json.loads((self.folder / "metrics/minute/extract.json").read_text())
         return values
 
     def remote_objects(self) -> dict[str, int]:
         """Each object of the remote and when it was written."""
-        top = self.remote / "files/md5"
+        top = Path(self.remote) / "files/md5"
         return {str(f.relative_to(top)): f.stat().st_mtime_ns for f in top.rglob("*") if f.is_file()}
 
 
@@ -104,7 +117,7 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     top = tmp_path_factory.mktemp("machines")
     done: list[str] = []
-    first, second = (Clone(top / name, top / "origin.git", top / "remote", done) for name in ("rtx", "b300"))
+    first, second = (Clone(top / name, top / "origin.git", str(top / "remote"), done) for name in ("rtx", "b300"))
     second.place.mkdir()
     first.folder.mkdir(parents=True)
     made = Checkout(first.folder)
@@ -123,10 +136,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     }
     before, rows = first.remote_objects(), second.extract_metrics()["rows"]
     shards = {name: md5 for name, (md5, _) in made.store().items()}
-    new = [{"messages": [{"role": "user", "content": f"Tell me about {name}."}]} for name in ("lamps", "doors", "soap")]
-    write_jsonl(second.folder / "data/input/more.jsonl", new)
-    sources = [{"source": "data/input/more.jsonl"}, {"source": "data/input/chats.jsonl"}]
-    Checkout.set_params(second, MINUTE | {"dataset": MINUTE["dataset"] | {"sources": sources}})  # type: ignore[arg-type]
+    second.add_data("more", "lamps", "doors", "soap")
     printed["More data on the big machine"] = second.follow("More data on the big machine")
     after = first.remote_objects()
     printed["Back on the first machine"] = first.follow("Back on the first machine")
@@ -188,3 +198,42 @@ def test_a_third_clone_without_a_pull_runs_nothing_either(story: Story, tmp_path
     assert ran(output) == set()
     assert "outputs that are not here" in output
     assert not (third.folder / "data/minute").exists()
+
+
+def sent(output: str) -> tuple[int, int]:
+    """How many objects a push sent, and how many were there already."""
+    found = re.search(r"sent (\d+) objects?, .*; (\d+) were there already", " ".join(output.split()))
+    assert found, output
+    return int(found[1]), int(found[2])
+
+
+def test_the_same_through_a_server(story: Story, server: Server, tmp_path: Path) -> None:
+    kind = server.url.partition(":")[0]
+    remote = server.url + (f" ENDPOINT={server.endpoint}" if server.endpoint else "")
+    first = Clone(story.first.place, story.first.origin, remote, [])
+    for command in ("make remote URL=/mnt/shared/eyas", "make push PROFILE=rtx"):
+        output = first.run(command)
+    assert sent(output)[0] > len(Checkout.store(first))  # type: ignore[arg-type]
+    assert sent(output)[1] == 0
+    assert sent(first.run("make push PROFILE=rtx"))[0] == 0
+
+    second = Clone(tmp_path, story.first.origin, remote, [])
+    printed = second.follow("On the big machine")
+    assert ran(printed["make repro PROFILE=rtx"]) == set()
+    assert "nothing to run" in printed["make repro PROFILE=rtx"]
+    rows, shards = second.extract_metrics()["rows"], Checkout.store(second)  # type: ignore[arg-type]
+
+    second.add_data(kind, f"{kind} and cats", f"{kind} and dogs")
+    printed = second.follow("More data on the big machine")
+    metrics, store = second.extract_metrics(), Checkout.store(second)  # type: ignore[arg-type]
+    assert metrics["rows"] == rows + 2
+    assert metrics["recorded_tokens"] < metrics["tokens"] / 4
+    assert {name: md5 for name, (md5, _) in shards.items()}.items() < {n: md5 for n, (md5, _) in store.items()}.items()
+    objects, there = sent(printed["make push PROFILE=rtx"])
+    assert there >= len(shards)
+
+    printed = first.follow("Back on the first machine")
+    assert ran(printed["make repro PROFILE=rtx"]) == set()
+    assert "nothing to run" in printed["make repro PROFILE=rtx"]
+    assert f"fetched {objects} objects" in printed["make pull PROFILE=rtx"]
+    assert Checkout.store(first).keys() == store.keys()  # type: ignore[arg-type]
