@@ -18,7 +18,7 @@ WHICH := $(if $(filter file,$(origin PROFILE)),,report@$(PROFILE))
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff compare plots remote push pull fetch fsck gc adopt commit clean lock
+.PHONY: help setup doctor test lint lint-pipeline repro status metrics diff compare serve plots remote push pull fetch fsck gc adopt commit clean lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,9 @@ diff: setup ## compare metrics with those of another commit (REV)
 
 compare: setup ## say what is better or worse than in another run (REV: commit, branch, REV:profile or a metrics folder); GATE=1: fail if the head is worse
 	@eyas compare "$(REV)" workspace$(if $(filter file,$(origin PROFILE)),,:$(PROFILE)) $(if $(GATE),--gate)
+
+serve: setup ## serve PROFILE's target with its head, by vLLM at http://127.0.0.1:8000 (PORT=…); then `eyas demo --profile PROFILE` elsewhere
+	@exec eyas serve --profile $(PROFILE) $(if $(PORT),--port $(PORT))
 
 plots: setup ## draw the plot series as one page
 	@dvc plots show --out .work/plots

@@ -17,6 +17,7 @@ import eyas.comparison.cli
 import eyas.conversations.cli
 import eyas.keeping.cli
 import eyas.moving.cli
+import eyas.serving.cli
 import eyas.store.cli
 import eyas.templates.cli
 from eyas.activation import activate, active_profiles
@@ -76,6 +77,8 @@ app.add_typer(eyas.moving.cli.app, name="remote")
 app.command("compare")(eyas.comparison.cli.compare_command)
 app.command("benchmark")(eyas.benchmark.cli.benchmark_command)
 app.command("profile")(eyas.benchmark.profile_command.profile_command)
+app.command("serve")(eyas.serving.cli.serve_command)
+app.command("demo")(eyas.serving.cli.demo_command)
 
 
 @eyas.store.cli.app.command("repair")

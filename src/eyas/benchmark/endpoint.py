@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,14 +149,30 @@ async def _ask_all(
 
 
 async def _ask(client: AsyncOpenAI, server: Server, prompt: Prompt, max_tokens: int) -> Streamed:
-    import openai
-
     asked = time.perf_counter()
     answer = Streamed()
+    async for token_ids in stream_steps(client, server, prompt.token_ids, max_tokens):
+        answer.last_s = time.perf_counter() - asked
+        answer.first_s = answer.first_s or answer.last_s
+        answer.token_ids += token_ids
+    return answer
+
+
+async def stream_steps(
+    client: AsyncOpenAI, server: Server, prompt_ids: Sequence[int], max_tokens: int
+) -> AsyncIterator[list[int]]:
+    """A greedy answer as the server streams it: the token ids of one step at a time, of several where it has fallen behind.
+
+    Raises:
+        EyasError: the server fails, or its answer has no token ids.
+    """
+    import openai
+
+    answered = False
     try:
         stream = await client.completions.create(
             model=server.model,
-            prompt=prompt.token_ids,
+            prompt=list(prompt_ids),
             max_tokens=max_tokens,
             temperature=0.0,
             stream=True,
@@ -170,9 +186,8 @@ async def _ask(client: AsyncOpenAI, server: Server, prompt: Prompt, max_tokens: 
             for choice in chunk.choices:
                 token_ids: list[int] | None = (choice.model_extra or {}).get("token_ids")
                 if token_ids:
-                    answer.last_s = time.perf_counter() - asked
-                    answer.first_s = answer.first_s or answer.last_s
-                    answer.token_ids += token_ids
+                    answered = True
+                    yield token_ids
     except openai.APIStatusError as error:
         if error.status_code in (401, 403):
             raise EyasError(key_refused(server.root)) from None
@@ -181,9 +196,8 @@ async def _ask(client: AsyncOpenAI, server: Server, prompt: Prompt, max_tokens: 
         ) from error
     except openai.APIError as error:
         raise EyasError(f"{server.root}: no whole answer ({error.__cause__ or error}); look at its log") from error
-    if not answer.token_ids:
+    if not answered:
         raise EyasError(f"{server.root}: an answer came without token ids; Eyas needs {NEEDED}")
-    return answer
 
 
 def endpoint_metrics(served: SetServed, plain: dict[str, list[int]]) -> dict[str, Any]:
