@@ -232,7 +232,14 @@ def test_the_page_holds_every_number(page: str) -> None:
         *("0.9921", "0.9994", "0.0042", "0.975", "0.998", "0.03", "0.0067"),  # extraction
         *("12.5 s", "6 min 18 s", "2.9 GiB", "310.9 MiB", "611", "404"),  # cost
         *("d2ea54412345", "Some CPU", "2.13.0", "0.32.0"),  # provenance
-        *("writing", "1.43 (1.22–1.77)", "<td>1.58</td>", "steps 1 to 32: 17.", "over 320 steps"),  # categories, loss by step
+        *("make serve PROFILE=", "eyas demo --profile "),
+        *(
+            "writing",
+            "1.43 (1.22–1.77)",
+            "<td>1.58</td>",
+            "steps 1 to 32: 17.",
+            "over 320 steps",
+        ),  # categories, loss by step
         "Contamination check: 344 prompts of gsm8k, human-eval, mt-bench were looked for",
     ]
     assert [text for text in told if text not in page] == []
