@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from eyas.errors import EyasError
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _T = TypeVar("_T")
+_LEAVING = timedelta(seconds=5)
 _TIMEOUT = timedelta(minutes=30)  # a checkpoint of a wide head to a slow disk keeps the others waiting
 
 
@@ -74,6 +77,18 @@ def member(rank: int, world: int, store: Store) -> Iterator[Ranks]:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_TIMEOUT
     )
-    yield Ranks(rank, world)
-    dist.barrier()
+    try:
+        yield Ranks(rank, world)
+        dist.barrier()
+    except EyasError:  # such as a stop, with which all leave
+        _leave(rank, world, store)
+        raise
+    _leave(rank, world, store)
     dist.destroy_process_group()  # after an error NCCL would wait in it for ranks that wait for this one
+
+
+def _leave(rank: int, world: int, store: Store) -> None:
+    """Wait a while for all to be done: a rank that closes its connections cuts off one that still reads their last message."""
+    store.set(f"left/{rank}", "")
+    with suppress(dist.DistStoreError):
+        store.wait([f"left/{other}" for other in range(world)], _LEAVING)
