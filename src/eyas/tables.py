@@ -127,7 +127,7 @@ def read_batches(path: Path, schema: pa.Schema, rows: int = 1024) -> Iterator[li
     """
     _check_exists(path)
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # else all that was read stays in memory
             absent = set(schema.names) - set(file.schema_arrow.names)
             if absent:
                 raise pa.ArrowInvalid(f"no column {', '.join(sorted(absent))}")
