@@ -40,6 +40,20 @@ user assistant system Hello! How are you today? I am fine, thank you. Can you gi
 """
 
 
+def tiny_profile(source: str) -> dict[str, Any]:
+    """A profile of a tiny target at this place, as ``params.yaml`` has it."""
+    return {
+        "target": {"source": source, "dtype": "float32", "max_model_len": 128},
+        "dataset": {"sources": [{"source": "data/input/chats.jsonl"}]},
+        "responses": {"max_tokens": 16},
+        "extract": {"layers": [1, 2, 3, 4]},
+        "vocab": {"draft_vocab_size": 256},
+        "draft": {},
+        "train": {"epochs": 1, "lr": 0.001, "tokens_per_step": 256},
+        "benchmark": {"max_tokens": 12, "concurrency": [4], "heldout_prompts": 5, "prompts_per_set": 2},
+    }
+
+
 def _tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,6 +1,7 @@
 """How fast the stages `prepare` and `encode` are, and how much memory they take, by the number of rows.
 
-    python benchmarks/conversations/memory.py --out benchmarks/conversations/results/memory.json
+    python benchmarks/conversations/memory.py --prepare 20000 100000 400000 --out benchmarks/conversations/results/memory-prepare.json
+    python benchmarks/conversations/memory.py --prepare --encode 400000 --out benchmarks/conversations/results/memory-encode.json
 
 The rows are made up: two or three user turns with answers, four turns of 40 words on average, out of 20,000 words as frequent as
 those of a language; 3 in 100 are copies of earlier rows, 3 in 100 near copies, and 10 in 100 open with one of a few instructions,

@@ -51,7 +51,7 @@ from eyas.drafting.ranks import Ranks, member, training_device
 from eyas.drafting.state import TrainingState
 from eyas.drafting.stopping import Stop
 from eyas.drafting.tracking import Trackers
-from eyas.drafting.training import _Loop
+from eyas.drafting.training import Loop
 from eyas.params import Machine, TrainParams
 from eyas.process import die_with_parent
 from eyas.store.batches import PackedBatches
@@ -99,7 +99,7 @@ def run_epoch(head: Together, steps: Steps, packs: int, job: Job, ranks: Ranks) 
     clock = SimpleNamespace(advance=lambda: times.append(time.perf_counter()))  # where the loop has its progress bar
     data = TrainingData(steps.plan.reader, list(itertools.chain(*job.rows.values())), [], job.readers)
     with Stop(False) as stop, Trackers([], Path(), 0) as trackers:
-        _Loop(head, state, data, [steps], params, Machine(), ranks)._train_epoch(None, stop, clock, trackers)
+        Loop(head, state, data, [steps], params, Machine(), ranks).train_epoch(None, stop, clock, trackers)
     return state, times
 
 

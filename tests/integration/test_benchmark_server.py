@@ -8,11 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +33,8 @@ from eyas.stage import process_environment
 from eyas.tables import CONVERSATIONS, PROMPTS, write_table
 from eyas.targets.resolve import describe_target
 from eyas.vocabulary import choose
-from tests.tiny import VOCAB, make_tiny_target
+from tests.real_server import free_port, running
+from tests.tiny import VOCAB, make_tiny_target, tiny_profile
 
 K, MAX_TOKENS, CONCURRENCY = 2, 24, 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -72,32 +69,14 @@ def drafter(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pyte
 
 @pytest.fixture(scope="module")
 def server(target: Path, drafter: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "server.log"
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--seed", "0"]
     command += ["--max-num-seqs", str(CONCURRENCY), "--speculative-config", json.dumps(drafter)]
     environment = os.environ | process_environment(Machine(cpu_kv_cache_gib=1))
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        patience = time.monotonic() + 600
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < patience, log.read_text()[-3000:]
-                time.sleep(1)
+    with running(command, port, tmp_path_factory.mktemp("server"), environment) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def test_the_server_s_counts_are_the_engine_s(
@@ -143,16 +122,7 @@ def test_the_command_measures_a_profile_s_prompts(
     target: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    profile = {
-        "target": {"source": str(target), "dtype": "float32", "max_model_len": 128},
-        "dataset": {"sources": [{"source": "data/input/chats.jsonl"}]},
-        "responses": {"max_tokens": 16},
-        "extract": {"layers": [1, 2, 3, 4]},
-        "vocab": {"draft_vocab_size": 256},
-        "draft": {},
-        "train": {"epochs": 1, "lr": 0.001, "tokens_per_step": 256},
-        "benchmark": {"max_tokens": 12, "concurrency": [CONCURRENCY], "heldout_prompts": 5, "prompts_per_set": 2},
-    }
+    profile = tiny_profile(str(target))
     Path("params.yaml").write_text(json.dumps({"active": ["tiny"], "profiles": {"tiny": profile}}))
     data = Path("data") / "tiny"
     write_json_atomic(data / "target.json", describe_target(TargetParams.model_validate(profile["target"]), target))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,8 @@ from eyas.files import write_json_atomic
 from eyas.params import DraftParams, Profile
 from eyas.targets.resolve import describe_target
 from eyas.vocabulary import choose
-from tests.tiny import VOCAB
+from tests.real_server import free_port, running
+from tests.tiny import VOCAB, tiny_profile
 
 K, MAX_TOKENS = 2, 48
 LONG = "What is the sea, and why does it sing? " * 30  # several blocks of the cache
@@ -36,22 +36,11 @@ COUNTS = re.compile(r"^(\d+) tokens, (\d+) steps, .* tokens a step, (\d+)% were 
 @pytest.fixture(scope="module")
 def checkout(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the profile `tiny` and what serving needs of its outputs."""
-    content = {
-        "target": {"source": str(tiny_target), "dtype": "float32", "max_model_len": 1024},
-        "dataset": {"sources": [{"source": "data/input/chats.jsonl"}]},
-        "responses": {"max_tokens": MAX_TOKENS},
-        "extract": {"layers": [1, 2, 3, 4]},
-        "vocab": {"draft_vocab_size": VOCAB},
-        "draft": {},
-        "train": {"epochs": 1, "lr": 0.001, "tokens_per_step": 256},
-        "benchmark": {
-            "num_speculative_tokens": [K],
-            "max_tokens": 16,
-            "concurrency": [1],
-            "heldout_prompts": 1,
-            "prompts_per_set": 0,
-        },
-    }
+    content = tiny_profile(str(tiny_target))
+    content["target"]["max_model_len"] = 1024
+    content["responses"]["max_tokens"] = MAX_TOKENS
+    content["vocab"]["draft_vocab_size"] = VOCAB
+    content["benchmark"]["num_speculative_tokens"] = [K]
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "params.yaml").write_text(json.dumps({"active": ["tiny"], "profiles": {"tiny": content}}))
     (folder / "machine.yaml").write_text("cpu_kv_cache_gib: 1\nmax_num_seqs: 4\n")
@@ -66,28 +55,10 @@ def checkout(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def url(checkout: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = checkout / "server.log"
+    port = free_port()
     command = [sys.executable, "-m", "eyas.cli", "serve", "--profile", "tiny", "--port", str(port)]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=checkout, stdout=stream, stderr=subprocess.STDOUT)
-    root = f"http://127.0.0.1:{port}"
-    try:
-        patience = time.monotonic() + 600
-        while True:
-            try:
-                urllib.request.urlopen(f"{root}/health", timeout=2).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < patience, log.read_text()[-3000:]
-                time.sleep(1)
+    with running(command, port, checkout) as root:
         yield root
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def page(url: str) -> str:

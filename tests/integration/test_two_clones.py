@@ -19,7 +19,7 @@ import pytest
 
 from eyas.params import Machine, load_machine, load_profile
 from tests.integration.test_moving_remotes import Server, server
-from tests.pipeline.test_minute_profile import MINUTE, ROOT, Checkout, ran, write_jsonl
+from tests.pipeline.test_minute_profile import MINUTE, ROOT, Checkout, ran, shards_of, write_jsonl, write_params
 from tests.stub_pipeline import PLACEMENT
 
 PAGE = ROOT / "docs/moving-machines.md"
@@ -88,7 +88,7 @@ class Clone:
         write_jsonl(self.folder / f"data/input/{name}.jsonl", new)
         before = load_profile("minute", self.folder / "params.yaml").dataset.sources
         sources = [{"source": f"data/input/{name}.jsonl"}, *({"source": known.source} for known in before)]
-        Checkout.set_params(self, MINUTE | {"dataset": MINUTE["dataset"] | {"sources": sources}})  # type: ignore[arg-type]
+        write_params(self.folder, MINUTE | {"dataset": MINUTE["dataset"] | {"sources": sources}})
 
     def extract_metrics(self) -> dict[str, Any]:
         values: dict[str, Any] = json.loads((self.folder / "metrics/minute/extract.json").read_text())
@@ -160,7 +160,7 @@ def test_only_new_rows_are_extracted(story: Story) -> None:
     metrics = story.second.extract_metrics()
     assert metrics["rows"] == story.rows + 3
     assert metrics["recorded_tokens"] < metrics["tokens"] / 4
-    store = Checkout.store(story.second)  # type: ignore[arg-type]
+    store = shards_of(story.second.folder)
     assert story.shards.items() < {name: md5 for name, (md5, _) in store.items()}.items()
     assert len(store) == len(story.shards) + 1
 
@@ -176,7 +176,7 @@ def test_the_first_machine_runs_nothing_and_has_the_new_rows(story: Story) -> No
     assert ran(printed["make repro PROFILE=rtx"]) == set()
     assert "nothing to run" in printed["make repro PROFILE=rtx"]
     assert f"fetched {len(story.after) - len(story.before)} objects" in printed["make pull PROFILE=rtx"]
-    assert Checkout.store(story.first).keys() == Checkout.store(story.second).keys()  # type: ignore[arg-type]
+    assert shards_of(story.first.folder).keys() == shards_of(story.second.folder).keys()
 
 
 def test_placement_changes_no_stage(story: Story) -> None:
@@ -213,7 +213,7 @@ def test_the_same_through_a_server(story: Story, server: Server, tmp_path: Path)
     first = Clone(story.first.place, story.first.origin, remote, [])
     for command in ("make remote URL=/mnt/shared/eyas", "make push PROFILE=rtx"):
         output = first.run(command)
-    assert sent(output)[0] > len(Checkout.store(first))  # type: ignore[arg-type]
+    assert sent(output)[0] > len(shards_of(first.folder))
     assert sent(output)[1] == 0
     assert sent(first.run("make push PROFILE=rtx"))[0] == 0
 
@@ -221,11 +221,11 @@ def test_the_same_through_a_server(story: Story, server: Server, tmp_path: Path)
     printed = second.follow("On the big machine")
     assert ran(printed["make repro PROFILE=rtx"]) == set()
     assert "nothing to run" in printed["make repro PROFILE=rtx"]
-    rows, shards = second.extract_metrics()["rows"], Checkout.store(second)  # type: ignore[arg-type]
+    rows, shards = second.extract_metrics()["rows"], shards_of(second.folder)
 
     second.add_data(kind, f"{kind} and cats", f"{kind} and dogs")
     printed = second.follow("More data on the big machine")
-    metrics, store = second.extract_metrics(), Checkout.store(second)  # type: ignore[arg-type]
+    metrics, store = second.extract_metrics(), shards_of(second.folder)
     assert metrics["rows"] == rows + 2
     assert metrics["recorded_tokens"] < metrics["tokens"] / 4
     assert {name: md5 for name, (md5, _) in shards.items()}.items() < {n: md5 for n, (md5, _) in store.items()}.items()
@@ -236,4 +236,4 @@ def test_the_same_through_a_server(story: Story, server: Server, tmp_path: Path)
     assert ran(printed["make repro PROFILE=rtx"]) == set()
     assert "nothing to run" in printed["make repro PROFILE=rtx"]
     assert f"fetched {objects} objects" in printed["make pull PROFILE=rtx"]
-    assert Checkout.store(first).keys() == store.keys()  # type: ignore[arg-type]
+    assert shards_of(first.folder).keys() == store.keys()

@@ -92,13 +92,10 @@ class Checkout:
         self.git("-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "start")
 
     def set_params(self, profile: dict[str, Any], **others: dict[str, Any]) -> None:
-        content = {"active": ["minute", *others], "profiles": {"minute": profile, **others}}
-        YAML().dump(content, self.folder / "params.yaml")
+        write_params(self.folder, profile, **others)
 
     def store(self, profile: str = "minute") -> dict[str, tuple[str, int]]:
-        """MD5 and inode of each shard."""
-        shards = sorted((self.folder / f"data/{profile}/hidden_states").glob("shard-*.h5"))
-        return {s.name: (hashlib.md5(s.read_bytes()).hexdigest(), s.stat().st_ino) for s in shards}
+        return shards_of(self.folder, profile)
 
     def git(self, *arguments: str) -> None:
         subprocess.run(["git", *arguments], cwd=self.folder, check=True)
@@ -119,6 +116,17 @@ class Checkout:
 
 
 SECOND = [{"role": "assistant", "content": "It is old."}, {"role": "user", "content": "And then?"}]
+
+
+def write_params(folder: Path, profile: dict[str, Any], **others: dict[str, Any]) -> None:
+    content = {"active": ["minute", *others], "profiles": {"minute": profile, **others}}
+    YAML().dump(content, folder / "params.yaml")
+
+
+def shards_of(folder: Path, profile: str = "minute") -> dict[str, tuple[str, int]]:
+    """MD5 and inode of each shard."""
+    shards = sorted((folder / f"data/{profile}/hidden_states").glob("shard-*.h5"))
+    return {s.name: (hashlib.md5(s.read_bytes()).hexdigest(), s.stat().st_ino) for s in shards}
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:

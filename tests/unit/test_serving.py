@@ -27,7 +27,7 @@ from eyas.serving import serve as serving
 from eyas.serving.demo import Count, Pieces, Screen, marked, show_answer
 from eyas.targets.resolve import describe_target
 from eyas.templates.chat import ChatTemplate
-from tests.tiny import END
+from tests.tiny import END, tiny_profile
 from tests.vllm_server import FakeServer, Handler, Misbehaviour
 
 GREEN = "\x1b[30;42m"
@@ -39,24 +39,15 @@ def chat(tiny_target: Path) -> ChatTemplate:
 
 
 def profile(source: str, **target: Any) -> dict[str, Any]:
-    return {
-        "target": {"source": source, "dtype": "float32", "max_model_len": 128, **target},
-        "dataset": {"sources": [{"source": "data/input/chats.jsonl"}]},
-        "responses": {"max_tokens": 16},
-        "extract": {"layers": [1, 2, 3, 4]},
-        "vocab": {"draft_vocab_size": 256},
-        "draft": {},
-        "train": {"epochs": 1, "lr": 0.001, "tokens_per_step": 256},
-        "benchmark": {
-            "num_speculative_tokens": [5, 3],
-            "max_tokens": 12,
-            "concurrency": [4],
-            "heldout_prompts": 5,
-            "prompts_per_set": 2,
-            "suffix": True,  # needs a package that serving does not
-            "references": [{"name": "other", "source": "/nowhere"}],
-        },
+    content = tiny_profile(source)
+    content["target"] |= target
+    # other drafters need a package and a folder that serving does not
+    content["benchmark"] |= {
+        "num_speculative_tokens": [5, 3],
+        "suffix": True,
+        "references": [{"name": "other", "source": "/nowhere"}],
     }
+    return content
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def _memory_mib(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
-class _Loop:
+class Loop:
     """Steps and judgements from where the state stands, with a checkpoint now and then."""
 
     def __init__(
@@ -94,7 +94,7 @@ class _Loop:
         with Stop(self._ranks.world == 1) as stop, Progress("training", left, "steps") as progress:
             try:
                 while not state.finished:
-                    self._train_epoch(checkpoints, stop, progress, trackers)
+                    self.train_epoch(checkpoints, stop, progress, trackers)
                     self._judge_epoch(heldout, stop, trackers)
                     self._save(checkpoints)
                     if any(self._ranks.gathered(stop.signal is not None)):
@@ -110,7 +110,13 @@ class _Loop:
                     "they are kept, run again to go on"
                 ) from None
 
-    def _train_epoch(self, checkpoints: Checkpoints | None, stop: Stop, progress: Progress, trackers: Trackers) -> None:
+    def train_epoch(self, checkpoints: Checkpoints | None, stop: Stop, progress: Progress, trackers: Trackers) -> None:
+        """The steps that are left of the epoch, on all ranks.
+
+        Raises:
+            StopAsked: a rank was asked to stop; the step is done.
+            EyasError: a batch without a finite gradient, where that is to stop the training.
+        """
         state, steps = self._state, self._epochs[self._state.epoch - 1]
         first, params = state.position, self._params
         if first == len(steps):
@@ -286,7 +292,7 @@ def fit(
     head = together(model, ranks, machine.train_sharding, params, device)
     state = TrainingState(model, params)
     epochs = [Steps(plan, params.packs_per_step, rows) for plan in plans]
-    loop = _Loop(head, state, data, epochs, params, machine, ranks)
+    loop = Loop(head, state, data, epochs, params, machine, ranks)
     if found := ranks.of_first(checkpoints.newest() if checkpoints else None):
         state.restore(*load_checkpoint(found))
         console.print(f"a checkpoint holds {len(state.steps)} of {loop.total} steps; training goes on behind them")

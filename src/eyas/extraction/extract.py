@@ -33,10 +33,8 @@ NORM_CONVENTION = "final layer before the final norm"
 ALONE = "alone/rows"  # a spool of its own: a row recorded alone has the key of the same row in a batch
 _ALONE_ROWS = 2
 _REFERENCE_ROWS = 4
-_SAMPLED_SHARE, _SAMPLED_ROWS = (
-    6,
-    range(8, 65),
-)  # one new row in six, but from 8 to 64: what an addition costs follows its size
+_SAMPLED_SHARE = 6  # one new row in so many: what an addition costs follows its size
+_LEAST_SAMPLED, _MOST_SAMPLED = 8, 64
 _SPARE_BYTES = 256 << 20
 _ROWS_A_TASK = 64
 
@@ -152,7 +150,7 @@ def self_check(
     _check_every(spool, spec, unproven, workers)
     # of answers that the data holds no engine has said how likely they are; the probes are answered in any case
     chosen = [r for r in unproven if r.generated] or [r for r in recorded if r.generated] or _probes(rows)
-    count = min(max(len(chosen) // _SAMPLED_SHARE, _SAMPLED_ROWS[0]), _SAMPLED_ROWS[-1])
+    count = min(max(len(chosen) // _SAMPLED_SHARE, _LEAST_SAMPLED), _MOST_SAMPLED)
     sampled = [checked_row(spool, spec, row) for row in chosen[:: max(1, len(chosen) // count)][:count]]
     check_form(probes, spec.layers)
     parity = check_greedy(probes, head, spec.layers, engine_rounds=target.dtype != "float32")

@@ -120,9 +120,9 @@ def drafting(results: Results) -> str:
     """How often the methods draft at all, without which acceptance by position misleads; empty where it was not counted."""
     heldout = results.by_set()[HELDOUT]
     shares = {
-        name: heldout[name].drafted_steps / heldout[name].target_steps  # type: ignore[operator]
-        for name in (EAGLE3, *_rivals(results))
-        if heldout[name].target_steps and heldout[name].drafted_steps is not None
+        name: method.drafted_steps / method.target_steps
+        for name, method in ((name, heldout[name]) for name in (EAGLE3, *_rivals(results)))
+        if method.target_steps and method.drafted_steps is not None
     }
     if EAGLE3 not in shares or len(shares) < 2:
         return ""
