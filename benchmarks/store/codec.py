@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import write_report
 
 from eyas.stage import machine_description
 from eyas.store.format import CODECS, StoreSpec
@@ -29,6 +30,8 @@ from eyas.store.fsck import store_info
 from eyas.store.reader import StoreReader
 from eyas.store.spool import RowSpool
 from eyas.store.writer import publish
+
+_SHARD_MIB = 1 << 14  # one shard, which is written in this process
 
 
 def synthetic_rows(spec: StoreSpec, tokens: int) -> Iterator[tuple[Any, Any]]:
@@ -90,12 +93,13 @@ def main() -> None:
     parser.add_argument("store", type=Path, nargs="?", help="published store with real states")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--hidden", type=int, default=576, help="hidden size of synthetic states, four layers")
+    parser.add_argument("--out", type=Path, help="where the JSON goes, with command and versions")
     arguments = parser.parse_args()
     if arguments.store:
         reader = StoreReader(arguments.store)
-        spec, rows = reader.spec, list(stored_rows(reader, arguments.tokens))
+        spec, rows = replace(reader.spec, shard_mib=_SHARD_MIB), list(stored_rows(reader, arguments.tokens))
     else:
-        spec = StoreSpec((1, 2, 3, 4), arguments.hidden, "none", {"engine": "synthetic"}, 256)
+        spec = StoreSpec((1, 2, 3, 4), arguments.hidden, "none", {"engine": "synthetic"}, _SHARD_MIB)
         rows = list(synthetic_rows(spec, arguments.tokens))
     results: dict[str, Any] = {
         "states": "real" if arguments.store else "synthetic",
@@ -105,6 +109,7 @@ def main() -> None:
     for codec in CODECS:
         with tempfile.TemporaryDirectory() as folder:
             results[codec] = measure(rows, replace(spec, codec=codec), Path(folder))
+    write_report(arguments.out, arguments.store, results)
     print(json.dumps(results, indent=2))
 
 

@@ -286,6 +286,7 @@ class Measured:
         self.seconds = time.perf_counter() - self._started
         times, disk = os.times(), disk_bytes()
         self.cpu_seconds = sum(times[:4]) - sum(self._times[:4])
+        self.system_seconds = sum(times[1:4:2]) - sum(self._times[1:4:2])
         self.read, self.written = disk["read"] - self._disk["read"], disk["written"] - self._disk["written"]
 
 
@@ -307,7 +308,7 @@ def print_table(header: Iterable[str], lines: Iterable[Iterable[Any]]) -> None:
         print("  ".join([first.strip().ljust(widths[0]), *others]))
 
 
-def write_report(out: Path | None, folder: Path, results: dict[str, Any]) -> None:
+def write_report(out: Path | None, folder: Path | None, results: dict[str, Any]) -> None:
     """Write the results with machine, versions and command, if there is a place for them."""
     if out is None:
         return

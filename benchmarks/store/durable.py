@@ -61,6 +61,7 @@ def measure(variant: str, rows: SyntheticRows, folder: Path, workers: int, shard
     return {
         "seconds": measured.seconds,
         "cpu_seconds": measured.cpu_seconds,
+        "system_seconds": measured.system_seconds,
         "tokens_per_s": rows.count * ROW_TOKENS / measured.seconds,
         "mb_per_s": states / measured.seconds / 1e6,
         "ratio": states / sum(files.values()),

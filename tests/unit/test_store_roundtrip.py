@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,12 @@ def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(EyasError, match="expected uint16"):
             spool.write(bad_ids, bad_hidden)
+
+
+def test_checksums_are_zlibs() -> None:
+    _, hidden = make_rows(1, SPEC)[0]
+    for array in (hidden, hidden[:0], hidden.view(np.uint8)):
+        assert checksum(array) == zlib.crc32(array.tobytes())
 
 
 @pytest.mark.parametrize("fault", ["short", "flipped", "empty", "renamed"])

@@ -8,6 +8,7 @@ Legend: T tokens, L layers, H hidden.
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
@@ -24,7 +25,8 @@ _BLOSC_ZSTD_FORMAT = 1
 _BLOSC_SHUFFLED = 0x81  # Zstd, bytes shuffled, a stream for each byte of the word
 _BLOSC_COPIED = 0x82  # as it is
 _BLOSC_LEAST_WORDS = 128  # Blosc parts no smaller block into streams
-CHUNK_HEADER_BYTES = _BLOSC_HEADER.size + 8
+_STREAMS_AT = _BLOSC_HEADER.size + 4  # after the header, and where the only block begins
+CHUNK_HEADER_BYTES = _STREAMS_AT + 4
 
 
 def chunk_tokens(hidden_size: int) -> int:
@@ -55,22 +57,45 @@ class LosslessEncoder:
             target_length=0,
         )
         self._zstd = zstandard.ZstdCompressor(compression_params=parameters)
+        self._make_buffers(())
 
-    def __call__(self, words: NDArray[np.uint16]) -> bytes:
-        """One chunk of words, rotated left by one so that the eight exponent bits fill the high byte."""
-        rotated = words.reshape(-1) << np.uint16(1)
-        rotated |= words.reshape(-1) >> np.uint16(15)
+    def _make_buffers(self, shape: tuple[int, ...]) -> None:
+        # kept from chunk to chunk: the page faults of fresh ones cost as much as Zstd does
+        words = math.prod(shape)
+        self._chunk = memoryview(bytearray(_STREAMS_AT + 8 + 2 * words))
+        self._low = np.frombuffer(self._chunk, np.uint8, words, _STREAMS_AT + 4).reshape(shape)
+        self._high = np.empty(shape, np.uint8)
+        self._shifted = np.empty(shape, np.uint16)
+        self._negative = np.empty(shape, np.bool_)
+
+    def __call__(self, words: NDArray[np.uint16]) -> bytes | memoryview:
+        """One chunk of words, rotated left by one so that the eight exponent bits fill the high byte.
+
+        A memoryview is overwritten by the next call.
+        """
         if words.size < _BLOSC_LEAST_WORDS:
+            rotated = (words << np.uint16(1)) | (words >> np.uint16(15))
             return _blosc_header(_BLOSC_COPIED, words.nbytes, _BLOSC_HEADER.size + words.nbytes) + rotated.tobytes()
-        # narrowing casts run in vector registers, which a copy of every other byte does not
-        low = rotated.astype(np.uint8).data
-        high = (rotated >> np.uint16(8)).astype(np.uint8).data
+        if words.shape != self._low.shape:
+            self._make_buffers(words.shape)
+        # few passes, and narrowing copies: they run in vector registers, which a copy of every other byte does not
+        np.less(words.view(np.int16), 0, out=self._negative)
+        np.copyto(self._low, words, casting="unsafe")
+        np.add(self._low, self._low, out=self._low)
+        np.bitwise_or(self._low, self._negative.view(np.uint8), out=self._low)
+        np.right_shift(words, 7, out=self._shifted)
+        np.copyto(self._high, self._shifted, casting="unsafe")
+        high = self._high.data.cast("B")
         packed: bytes | memoryview = self._zstd.compress(high)
         if len(packed) >= len(high):
             packed = high
-        start = _BLOSC_HEADER.size + 4
-        header = _blosc_header(_BLOSC_SHUFFLED, words.nbytes, start + 8 + len(low) + len(packed))
-        return b"".join((header, _size(start), _size(len(low)), low, _size(len(packed)), packed))
+        end = _STREAMS_AT + 4 + words.size
+        total = end + 4 + len(packed)
+        header = _blosc_header(_BLOSC_SHUFFLED, words.nbytes, total)
+        self._chunk[: _STREAMS_AT + 4] = header + _size(_STREAMS_AT) + _size(words.size)
+        self._chunk[end : end + 4] = _size(len(packed))
+        self._chunk[end + 4 : total] = packed
+        return self._chunk[:total]
 
 
 def is_whole_chunk(header: bytes, size: int, words: int) -> bool:
@@ -81,11 +106,10 @@ def is_whole_chunk(header: bytes, size: int, words: int) -> bool:
     if words < _BLOSC_LEAST_WORDS:
         total = _BLOSC_HEADER.size + 2 * words
         return size == total and header[: _BLOSC_HEADER.size] == _blosc_header(_BLOSC_COPIED, 2 * words, total)
-    start = _BLOSC_HEADER.size + 4
-    packed = size - start - 8 - words
+    packed = size - _STREAMS_AT - 8 - words
     if not 0 < packed <= words:
         return False
-    return header == _blosc_header(_BLOSC_SHUFFLED, 2 * words, size) + _size(start) + _size(words) + _size(packed)
+    return header == _blosc_header(_BLOSC_SHUFFLED, 2 * words, size) + _size(_STREAMS_AT) + _size(words) + _size(packed)
 
 
 def _blosc_header(flags: int, size: int, total: int) -> bytes:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +42,11 @@ from eyas.store.format import (
     StoreSpec,
     row_key,
 )
+
+try:
+    from isal.isal_zlib import crc32  # the same, at four times the speed
+except ImportError:
+    from zlib import crc32
 
 _LIBVER = ("v110", "v110")
 _BLOSC_FILTER = 32001
@@ -91,7 +95,7 @@ class DamageError(EyasError):
 
 def checksum(array: NDArray[Any]) -> int:
     """CRC-32 of a C-contiguous array's bytes."""
-    return zlib.crc32(array.data.cast("B")) if array.size else 0
+    return crc32(array.data.cast("B")) if array.size else 0
 
 
 def _index_hash(keys: NDArray[np.bytes_], offsets: NDArray[np.int64], *checksums: NDArray[np.uint32]) -> str:

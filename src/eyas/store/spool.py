@@ -38,8 +38,9 @@ from eyas.store.shards import (
     stored_row,
 )
 
-_MAGIC = b"EYASROW1"
-_HEADER = struct.Struct("<8sIIIII")  # magic, T, L, H, CRC-32 of the ids, CRC-32 of the states
+_MAGIC = b"EYASROW2"
+_HEADER = struct.Struct("<8sIIIII")  # magic, T, L, H, CRC-32 of the ids, CRC-32 of the states; the ids follow
+_PAGE_BYTES = 4096  # the states begin on a page: processors copy large arrays to other places at half the speed
 _SHARDS = "shards"
 _PUBLISHED = "published.json"
 _CLOCK_TICK_NS = 100_000_000  # a folder that changed within the file system's last tick may change again unseen
@@ -124,9 +125,8 @@ class RowSpool:
         temporary = self.directory / f".{key}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             with temporary.open("wb", buffering=0) as stream:
-                header = _HEADER.pack(_MAGIC, *shape, checksum(ids), checksum(states))
-                _write_all(stream.fileno(), memoryview(header))
-                _write_all(stream.fileno(), ids.data.cast("B"))
+                header = _HEADER.pack(_MAGIC, *shape, checksum(ids), checksum(states)) + ids.tobytes()
+                _write_all(stream.fileno(), memoryview(header.ljust(_states_at(len(ids)), b"\0")))
                 _write_all(stream.fileno(), states.data.cast("B"))
             os.replace(temporary, self._path(key))
         finally:
@@ -203,7 +203,7 @@ class RowSpool:
                 # mapped, because fresh memory costs more page faults than reading it is worth
                 content = mmap.mmap(stream.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
             tokens, ids_crc, states_crc = self._header(content[: _HEADER.size])
-            start = _HEADER.size + 4 * tokens
+            start = _states_at(tokens)
             if len(content) != start + tokens * self.spec.row_bytes:
                 return None
         except (FileNotFoundError, ValueError):
@@ -287,6 +287,10 @@ class RowSpool:
         self._stamp = None
         self.mark_published(taken)
         return []
+
+
+def _states_at(tokens: int) -> int:
+    return -(-(_HEADER.size + 4 * tokens) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

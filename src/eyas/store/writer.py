@@ -198,18 +198,21 @@ def publish(spool: RowSpool, out: Path, spec: StoreSpec, keys: Sequence[str], wo
             raise EyasError(f"row {key} is neither in {spool.directory} nor in a shard; run the extraction again")
         lengths[key] = length
     planned = plan_shards(spool, spec, lengths)
-    with Progress("writing shards", sum(shard.tokens for shard in planned), "tokens") as progress:
-        if len(planned) < 2:
-            for shard in planned:
+    names = [shard_name(spec.codec, shard.keys) for shard in planned]
+    # most often a `Sealer` has written all of them, and no process need start
+    left = [shard for name, shard in zip(names, planned, strict=True) if not (spool.shards / name).exists()]
+    with Progress("writing shards", sum(shard.tokens for shard in left), "tokens") as progress:
+        if len(left) < 2:
+            for shard in left:
                 progress.advance(_build(spool, spec, shard))
         else:
             try:
-                with process_pool(min(workers, len(planned))) as pool:
-                    for future in [pool.submit(_build, spool, spec, shard) for shard in planned]:
+                with process_pool(min(workers, len(left))) as pool:
+                    for future in [pool.submit(_build, spool, spec, shard) for shard in left]:
                         progress.advance(future.result())
             except BrokenProcessPool:
                 raise EyasError(_LOST_WORKER) from None
-    manifest = _manifest(spool, spec, lengths, [shard_name(spec.codec, shard.keys) for shard in planned])
+    manifest = _manifest(spool, spec, lengths, names)
     for leftover in out.parent.glob(f".{out.name}.*.tmp"):
         shutil.rmtree(leftover)
     with atomic_directory(out) as directory:
