@@ -346,7 +346,9 @@ class Machine(_Section):
     ] = None
     track: Annotated[
         list[Literal["dvclive", "tensorboard", "wandb"]],
-        Field(description="where the series of the training go while it runs; packages are installed separately"),
+        Field(
+            description="where the series of the training go while it runs; only DVCLive is installed with the project"
+        ),
     ] = []
 
     @property

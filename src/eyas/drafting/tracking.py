@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eyas.errors import EyasError
+from eyas.files import write_text_atomic
 
 _PACKAGES = {"dvclive": "dvclive", "tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+_TSV = Path("plots", "metrics")
 
 
 class _Tracker(Protocol):
@@ -25,16 +27,33 @@ class _DvcLive:
     """Series as TSV files that `dvc plots` and its editor extensions read."""
 
     def __init__(self, package: Any, folder: Path, resumed: bool) -> None:
+        # the last values come anew with the next row, and a file that a kill left half written would not be read
+        (folder / "metrics.json").unlink(missing_ok=True)
         self._live = package.Live(str(folder), resume=resumed, save_dvc_exp=False, dvcyaml=None, report=None)
+        # what a kill undid is done, and logged, once more
+        self._earlier = {str(p.relative_to(folder / _TSV).with_suffix("")): p for p in (folder / _TSV).rglob("*.tsv")}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._live.step = step
         for name, value in values.items():
+            if name in self._earlier:
+                _cut(self._earlier.pop(name), step)
             self._live.log_metric(name, value)
         self._live.make_summary()
 
     def close(self) -> None:
         self._live.end()
+
+
+def _cut(series: Path, step: int) -> None:
+    """Leave the header and the lines of earlier steps in a series; nothing where there are none."""
+    header, *lines = series.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+    # a line without its end was being written when the process was killed
+    kept = [line for line in lines if line.endswith("\n") and int(line.split("\t")[0]) < step]
+    if kept:
+        write_text_atomic(series, header + "".join(kept))
+    else:
+        series.unlink()
 
 
 class _TensorBoard:
@@ -90,8 +109,9 @@ class Trackers:
         self._trackers = [_open(name, folder, steps) for name in names]
 
     def log(self, prefix: str, step: int, row: Mapping[str, Any]) -> None:
-        """Send one row; ``prefix`` is ``step`` or ``epoch``."""
-        values = {f"{prefix}/{name}": value for name, value in row.items() if value is not None and name != "step"}
+        """Send one row; ``prefix`` is ``step`` or ``epoch``, and its series are ``steps/…`` or ``epochs/…``."""
+        # the plural: DVCLive has a `step` of its own in its summary
+        values = {f"{prefix}s/{name}": value for name, value in row.items() if value is not None and name != "step"}
         for tracker in self._trackers:
             tracker.log(step, values)
 
