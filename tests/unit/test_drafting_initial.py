@@ -19,10 +19,19 @@ from eyas.params import DraftParams
 
 from .test_drafting_data import SIZES, make_target, vocabulary
 
+FIRST_EAGLE3: dict[str, Any] = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+# what a file of SpecForge's or of EAGLE's authors holds (https://github.com/SafeAILab/EAGLE/issues/265); no embeddings
+MIDLAYER = {
+    *("d2t", "t2d", "fc.weight", "lm_head.weight", "norm.weight"),
+    *(f"midlayer.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+}
+
 
 def _head(tmp_path: Path, params: DraftParams, seed: int = 0) -> Any:
     directory = make_target(tmp_path / "target")
-    return make_head(params, directory, "some/target", vocabulary(), [1, 2, 3, 4], ttt_steps=3, seed=seed)
+    return make_head(params, directory, "some/target", vocabulary(), [2, 3, 4], ttt_steps=3, seed=seed)
 
 
 def _drafter(tmp_path: Path, params: DraftParams | None = None) -> tuple[Path, Any]:
@@ -57,37 +66,118 @@ def _rewrite(directory: Path, layout: str) -> None:
     """Turn speculators' layout into another."""
     tensors = load_file(directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    if layout == "specforge":
+    layer = config["transformer_layer_config"]
+    if layout in ("specforge", "eagle"):
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         del tensors["embed_tokens.weight"]
-        flags = {name: value for name, value in config.items() if "norm" in name}
-        config = config["transformer_layer_config"] | flags
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    if layout == "specforge":
+        # its export with transformers 5 writes the rotary parameters in the old form as well
+        config = layer | {name: config[name] for name in ("fc_norm", "norm_output")} | {"rope_scaling": None}
+        config |= {"rope_theta": layer["rope_parameters"]["rope_theta"], "use_sliding_window": False}
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2], "use_aux_hidden_state": True}
+    elif layout == "eagle":
+        names = "hidden_act hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers"
+        config = {name: layer[name] for name in [*names.split(), "rms_norm_eps", "vocab_size"]}
+        config |= {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": SIZES.draft_vocab, "pad_token_id": 0}
+        tensors = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     elif layout == "vllm":
         for fused, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
             room = fused.split(".")[0]
             pieces = [tensors.pop(f"layers.0.{room}.{part}_proj.weight") for part in parts]
             tensors[f"layers.0.{fused}.weight"] = torch.cat([piece.float() for piece in pieces])
         tensors["draft_id_to_target_id"] = tensors.pop("d2t")
+        del tensors["t2d"]
         outside = ("lm_head.weight", "draft_id_to_target_id")
         tensors = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("layout", ["speculators", "specforge", "vllm"])
-def test_every_layout_gives_the_drafter_s_weights(tmp_path: Path, layout: str) -> None:
-    directory, drafter = _drafter(tmp_path)
+@pytest.mark.parametrize(
+    ("layout", "flags", "more"),
+    [
+        ("speculators", {}, None),
+        ("vllm", {}, None),
+        ("eagle", FIRST_EAGLE3, set()),
+        ("specforge", FIRST_EAGLE3, set()),
+        ("specforge", FIRST_EAGLE3 | {"fc_norm": True, "norm_output": True}, {"fc_norm.0.weight", "fc_norm.1.weight"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_layout_gives_the_drafter_s_weights(
+    tmp_path: Path, layout: str, flags: dict[str, Any], more: set[str] | None
+) -> None:
+    directory, drafter = _drafter(tmp_path, DraftParams(**flags))
     _rewrite(directory, layout)
-    model, report = _started(tmp_path, directory)
+    if more is not None:
+        assert set(load_file(directory / "model.safetensors")) == MIDLAYER | more
+    model, report = _started(tmp_path, directory, **flags)
     theirs = dict(drafter.named_parameters())
     wanted = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    rounding = 2e-3 if layout == "eagle" else 0  # float16
     for name in wanted:
-        torch.testing.assert_close(model.get_parameter(name), theirs[name], rtol=0, atol=0)
+        torch.testing.assert_close(model.get_parameter(name), theirs[name], rtol=rounding, atol=rounding)
     assert set(report.taken) == wanted
-    assert report.warnings == []
+    silent = "the drafter's config does not say which layers feed it; see that extract.layers has the same"
+    assert report.warnings == ([silent] if layout == "eagle" else [])
     assert report.left["lm_head.weight"].startswith("equals the target's rows")
     assert json.loads(json.dumps(report.record()))["taken"] == report.taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3]}}, None),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, None),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
+            "the drafter has [2, 4] (written [1, 3]: ids that begin with 1 count layers' outputs), the head [2, 3]",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}, "the drafter has [2, 4], the head [2, 3]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "reads the target's last state alone"),
+        ({"eagle_config": {"norm_before_fc": True}}, "draft.norm_before_fc: the drafter has true, the head false"),
+        ({"attention_bias": True}, "attention_bias: True in the drafter, False as the target here"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads: 4 in the drafter, 2 as the target here"),
+        ({"rope_parameters": None, "rope_theta": 5e5}, '"rope_theta": 500000.0'),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, '"rope_type": "linear"'),
+    ],
+)
+def test_a_config_that_means_another_function_is_told(
+    tmp_path: Path, changes: dict[str, Any], told: str | None
+) -> None:
+    directory, _ = _drafter(tmp_path, DraftParams(**FIRST_EAGLE3))
+    _rewrite(directory, "specforge")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    _, report = _started(tmp_path, directory, **FIRST_EAGLE3)
+    if told is None:
+        assert report.warnings == []
+    else:
+        assert any(told in warning for warning in report.warnings), report.warnings
+
+
+def test_speculators_ids_are_vllm_s_even_where_they_begin_with_1(tmp_path: Path) -> None:
+    directory, _ = _drafter(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 2]}))
+    _, report = _started(tmp_path, directory)
+    assert report.warnings == [
+        "extract.layers: the drafter has [1, 2], the head [2, 3]; set extract.layers to the drafter's"
+    ]
+
+
+def test_an_earlier_eagle_is_no_eagle_3(tmp_path: Path) -> None:
+    """Its MLP would fit; it reads one state of the target's, and its attention one width."""
+    directory, drafter = _drafter(tmp_path)
+    tensors = {name: p for name, p in drafter.state_dict().items() if name.startswith("layers.0.mlp.")}
+    tensors["fc.weight"] = torch.zeros(SIZES.hidden, 2 * SIZES.hidden + 1)
+    tensors |= {f"layers.0.self_attn.{name}_proj.weight": torch.zeros(64, SIZES.hidden) for name in "qkvo"}
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(
+        EyasError, match=r"no EAGLE-3 drafter for this target: fc\.weight: shape .*q_proj\.weight: shape"
+    ):
+        _started(tmp_path, directory)
 
 
 def test_what_does_not_fit_stays_with_its_reason(tmp_path: Path) -> None:

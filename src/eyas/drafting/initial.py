@@ -2,13 +2,14 @@
 
 Takes a fresh head and a drafter in speculators', SpecForge's (EAGLE-3) or vLLM's layout; gives the head with the drafter's weights
 where they fit, and an `InitialHead`. The drafter's code is never run, and pickled files are never opened.
+The layouts are those of SpecForge's `LlamaForCausalLMEagle3`, EAGLE's `traineagle3/cnets.py` and vLLM's `llama_eagle3.py`.
 Shape legend: D draft vocabulary, E the drafter's own, H hidden size.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from eyas.targets.resolve import resolve_drafter
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _VOCABULARY = ("d2t", "t2d")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# one of them at least is taken from any EAGLE-3 drafter: they read the target's states, which earlier drafters read otherwise
+_READERS = ("fc.weight", "layers.0.self_attn.q_proj.weight")
+# of the layer's config, and no parameter here
+_FIXED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias")
 _SAME = 1e-2  # of the norm: what float16 and bfloat16 roundings of one matrix differ by at most
 _ROWS = 8192
 # vLLM's fused matrices, and the parts whose rows they stack
@@ -69,8 +74,8 @@ def start_from(model: Eagle3DraftModel, params: DraftParams) -> InitialHead | No
         params: where the drafter is.
 
     Raises:
-        EyasError: as `resolve_drafter` says; weights that are not finite; or nothing fits, so that this is no EAGLE-3 head
-            for this target.
+        EyasError: as `resolve_drafter` says; weights that are not finite; or nothing that reads the target's states fits, so
+            that this is no EAGLE-3 head for this target.
     """
     if params.init_from is None:
         return None
@@ -96,10 +101,12 @@ def start_from(model: Eagle3DraftModel, params: DraftParams) -> InitialHead | No
             else:
                 report.left[name] = reason
             progress.advance()
-    if not report.taken:
+    if not set(_READERS) & set(report.taken):
+        told = {name: report.left[name] for name in _READERS if name in report.left} or report.left
         raise EyasError(
-            f"draft.init_from: nothing in {params.init_from} fits the head, so it is no EAGLE-3 drafter for this target: "
-            + "; ".join(f"{name}: {reason}" for name, reason in list(report.left.items())[:4])
+            f"draft.init_from: nothing in {params.init_from} that reads the target's states fits the head, so it is no "
+            "EAGLE-3 drafter for this target: "
+            + "; ".join(f"{name}: {reason}" for name, reason in list(told.items())[:4])
         )
     report.left |= {name: "not in the drafter; starts afresh" for name in sorted(wanted) if name not in found}
     return report
@@ -197,7 +204,7 @@ def _warnings(config: dict[str, Any], model: Eagle3DraftModel, params: DraftPara
     layer = config.get("transformer_layer_config") or config
     flags = config | (config.get("eagle_config") or {})
     # as vLLM reads what is not written
-    absent = {"norm_before_residual": "speculators_model_type" in config}
+    absent = {"norm_before_residual": config.get("speculators_model_type") == "eagle3"}
     ours = model.config.transformer_layer_config
     kinds = layer.get("layer_types") or []
     window = layer.get("sliding_window") if "sliding_attention" in kinds else None
@@ -207,19 +214,43 @@ def _warnings(config: dict[str, Any], model: Eagle3DraftModel, params: DraftPara
         ("draft.intermediate_size", layer.get("intermediate_size"), ours.intermediate_size),
         ("draft.sliding_window", window, params.sliding_window),
         ("draft.rope", _rope(layer, window is not None, directory), ours.rope_parameters),
-        ("extract.layers", _fed(flags), list(model.config.eagle_aux_hidden_state_layer_ids)),
     ]
     told = [
         f"{name}: the drafter has {json.dumps(theirs)}, the head {json.dumps(mine)}; set {name} to the drafter's"
         for name, theirs, mine in pairs
         if theirs != mine and (theirs is not None or name == "draft.sliding_window")
     ]
-    if _fed(flags) is None:
-        told.append("the drafter's config does not say which layers feed it; see that extract.layers has the same")
-    for name in ("num_attention_heads", "rms_norm_eps"):
+    told += _feeding(flags, "speculators_model_type" in config, list(model.config.eagle_aux_hidden_state_layer_ids))
+    for name in _FIXED:
         if layer.get(name) not in (None, getattr(ours, name)):
             told.append(f"{name}: {layer[name]} in the drafter, {getattr(ours, name)} as the target here; no parameter")
     return told
+
+
+def _feeding(flags: dict[str, Any], exact: bool, mine: list[int]) -> list[str]:
+    """Where the drafter is fed by other layers than the head, or does not say by which.
+
+    Two counts are about: layer k's input (EAGLE's authors, speculators, vLLM), and layer k's output (SpecForge's default, ModelOpt), one
+    less. SGLang takes ids that begin with 1 for outputs (https://github.com/sgl-project/sglang/pull/25454); so does this.
+
+    Args:
+        flags: of the drafter's config.
+        exact: the config is speculators', which counts as vLLM does.
+        mine: layers that feed the head.
+    """
+    if flags.get("use_aux_hidden_state") is False:
+        return ["the drafter reads the target's last state alone; the head reads extract.layers"]
+    theirs: list[int] | None = flags.get("eagle_aux_hidden_state_layer_ids")
+    if not theirs:
+        return ["the drafter's config does not say which layers feed it; see that extract.layers has the same"]
+    outputs = not exact and theirs[0] == 1
+    read = [number + 1 for number in theirs] if outputs else theirs
+    if read == mine:
+        return []
+    how = f" (written {json.dumps(theirs)}: ids that begin with 1 count layers' outputs)" if outputs else ""
+    return [
+        f"extract.layers: the drafter has {json.dumps(read)}{how}, the head {json.dumps(mine)}; set extract.layers to the drafter's"
+    ]
 
 
 def _rope(layer: dict[str, Any], window: bool, directory: Path) -> dict[str, Any] | None:
@@ -228,8 +259,3 @@ def _rope(layer: dict[str, Any], window: bool, directory: Path) -> dict[str, Any
         return head_rope(None, layer, window, directory / "config.json")
     except EyasError:
         return None
-
-
-def _fed(flags: dict[str, Any]) -> Sequence[int] | None:
-    """Layers that feed the drafter, as its config says."""
-    return flags.get("eagle_aux_hidden_state_layer_ids")
