@@ -1,11 +1,10 @@
 """Does simulated chain drafting say what serving measures? The same head, the same prompts, the same greedy answers.
 
-    python -m benchmarks.drafting.agreement PROFILE
+    python benchmarks/drafting/agreement.py smoke --out FILE        at the root of a checkout whose `train` has run
 
 Serves the profile's held-out prompts with vLLM and its trained head (greedy; the benchmark's length and drafts), takes the
 target's states on exactly these answers (transformers in float32, rounded to bfloat16 as the store has them), and walks the
-simulation over them. Run it from the root of a checkout whose `train` stage has run. It prints the result and writes it to
-``.work/PROFILE/agreement/result.json``; the steps that were served are kept beside it, and taken from there the next time.
+simulation over them. Outputs are only read; the engine's log is in ``.work/PROFILE/agreement``.
 
 Both sides are counted alike: a draft behind the answer's last token counts as not accepted, as the simulation has it. Difference
 from the training's own held-out figure: that one walks whole sampled conversations, not the greedy first answers to 32 prompts.
@@ -13,16 +12,19 @@ from the training's own held-out figure: that one walks whole sampled conversati
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+from common import write_report
 
 from eyas.benchmark.acceptance import Trace
 from eyas.benchmark.methods import EAGLE3, Method
@@ -33,7 +35,6 @@ from eyas.drafting.data import TokenRow, by_key, to_batch
 from eyas.drafting.forward import draft_states, head_loss, make_plan
 from eyas.drafting.inputs import load_inputs
 from eyas.extraction.reference import reference_states
-from eyas.files import write_json_atomic
 from eyas.params import Machine, Profile, load_machine, load_profile
 from eyas.stage import process_environment
 from eyas.store.batches import Batch as PlannedBatch
@@ -44,12 +45,8 @@ from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 
 
-def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int) -> list[dict[str, Any]]:
-    """Prompt and trace of each held-out prompt; kept in ``work/served.json``."""
-    kept = work / "served.json"
-    if kept.is_file():
-        found: list[dict[str, Any]] = json.loads(kept.read_text())
-        return found
+def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int) -> list[tuple[Prompt, Trace]]:
+    """Each held-out prompt, and the steps in which its answer was served."""
     directory, _ = open_target(params.target, data / "target.json")
     template = ChatTemplate(directory, variables=params.target.chat_template_kwargs)
     prompts = choose_prompts(
@@ -71,13 +68,11 @@ def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int
     with EngineProcess(method, setting) as engine:
         engine.wait()
         traces = engine.serve(range(len(prompts)), 8, lambda: None).traces
-    served = [{"prompt": asdict(p), "trace": asdict(t)} for p, t in zip(prompts, traces, strict=True)]
-    write_json_atomic(kept, served)
-    return served
+    return list(zip(prompts, traces, strict=True))
 
 
-def counted(traces: list[Trace], drafts: int) -> tuple[list[float], int, int]:
-    """Acceptance by position and steps as served, drafts behind an answer's last token left out; and how many answers these are."""
+def counted(traces: list[Trace], drafts: int) -> tuple[list[float], int]:
+    """Acceptance by position and steps as served, drafts behind an answer's last token counted as not accepted."""
     alive, hits, steps = [0] * drafts, [0] * drafts, 0
     for trace in traces:
         place = 1
@@ -90,7 +85,7 @@ def counted(traces: list[Trace], drafts: int) -> tuple[list[float], int, int]:
                 hits[position] += position < useful
             place += accepted + 1
     shares = [hit / max(1, total) for hit, total in zip(hits, alive, strict=True)]
-    return np.cumprod(shares).tolist(), steps, len(traces)
+    return np.cumprod(shares).tolist(), steps
 
 
 def simulated(params: Profile, data: Path, pairs: list[tuple[Prompt, Trace]], drafts: int) -> tuple[list[float], int]:
@@ -120,27 +115,32 @@ def simulated(params: Profile, data: Path, pairs: list[tuple[Prompt, Trace]], dr
     return result.by_position, result.steps
 
 
-def main() -> None:
-    """Serve, simulate, compare."""
-    profile = sys.argv[1]
-    params, data, work = load_profile(profile), Path("data") / profile, Path(".work") / profile / "agreement"
+def agreement(profile: str) -> dict[str, Any]:
+    """Serve, simulate, compare; in the root of a checkout."""
+    params, data = load_profile(profile), Path("data") / profile
     drafts = min(max(params.benchmark.num_speculative_tokens), params.train.ttt_steps)
-    served = serve(params, load_machine(), data, work, drafts)
-    pairs = [(Prompt(**s["prompt"]), Trace(**s["trace"])) for s in served]
-    by_position, steps, answers = counted([trace for _, trace in pairs], drafts)
+    pairs = serve(params, load_machine(), data, Path(".work") / profile / "agreement", drafts)
+    by_position, steps = counted([trace for _, trace in pairs], drafts)
     own, own_steps = simulated(params, data, pairs, drafts)
     lengths = 1 + sum(by_position), 1 + sum(own)
-    result = {
-        "profile": profile,
+    return {
         "set": HELDOUT,
-        "prompts": answers,
+        "prompts": len(pairs),
         "tokens": sum(len(trace.token_ids) for _, trace in pairs),
         "served": {"by_position": by_position, "length": lengths[0], "steps": steps},
         "simulated": {"by_position": own, "length": lengths[1], "steps": own_steps},
         "relative_difference": lengths[1] / lengths[0] - 1,
     }
-    write_json_atomic(work / "result.json", result)
-    print(json.dumps(result, indent=2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = agreement(arguments.profile)
+    write_report(arguments.out, Path(), {"profile": arguments.profile} | found)
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

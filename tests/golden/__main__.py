@@ -1,4 +1,4 @@
-"""Write this machine's class into ``losses.json``; the others stay."""
+"""Write this machine's classes into ``losses.json``; the others stay."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import tempfile
 from pathlib import Path
 
 from eyas.files import write_json_atomic
-from tests.golden import FILE, hardware_class, kept, losses
+from tests.golden import FILE, autocasts, hardware_class, kept, losses
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        write_json_atomic(FILE, dict(sorted((kept() | {hardware_class(): losses(Path(name))}).items())))
-    print(f"{FILE}: {hardware_class()}")
+    found = {}
+    for autocast in autocasts():
+        with tempfile.TemporaryDirectory() as name:
+            found[hardware_class(autocast)] = losses(Path(name), autocast)
+    write_json_atomic(FILE, dict(sorted((kept() | found).items())))
+    print(f"{FILE}: {', '.join(found)}")
