@@ -243,7 +243,14 @@ def test_no_logits_outlive_a_chunk_and_the_teacher_is_asked_once(
     chunk = 7
     monkeypatch.setitem(forward._CHUNK_BYTES, "cpu", chunk * 4 * SIZES.draft_vocab)
     asked = []
-    case.model.verifier_lm_head.register_forward_hook(lambda _m, _i, out: asked.append(len(out)))
+    teacher, product = case.model.verifier_lm_head.weight, forward._logits
+
+    def counted(states_MH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        if weight_VH is teacher:
+            asked.append(len(states_MH))
+        return product(states_MH, weight_VH)
+
+    monkeypatch.setattr(forward, "_logits", counted)
     states = draft_states(case.model, batch, plan, 3)
     case.model.verifier_lm_head.weight.data = case.model.lm_head.weight.data
     with _Largest(case.model.lm_head.weight) as largest:
