@@ -391,8 +391,9 @@ def test_the_serve_command_is_safe_in_a_shell(profile: Profile) -> None:
     )
 
 
-def test_the_page_says_what_was_trained_on_what(page: str) -> None:
-    assert "An EAGLE-3 head of 1 layer with a vocabulary of 8,192 tokens for bundled:smollm2-135m" in page
+def test_the_page_says_what_was_trained_on_what(page: str, profile: Profile) -> None:
+    size = profile.vocab.draft_vocab_size
+    assert f"An EAGLE-3 head of 1 layer with a vocabulary of {size:,} tokens for bundled:smollm2-135m" in page
     assert "on 371 conversations with answers that the target itself gave, 40,210 supervised tokens, 320 steps." in page
 
 
