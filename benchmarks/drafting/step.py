@@ -22,7 +22,8 @@ import torch
 from common import note, print_table, write_report
 
 from eyas.drafting import inputs
-from eyas.drafting.data import by_key, device_batches
+from eyas.drafting.data import by_key
+from eyas.drafting.feeding import device_batches
 from eyas.drafting.global_batch import Steps
 from eyas.drafting.gradients import Together
 from eyas.drafting.ranks import Ranks, training_device
@@ -56,7 +57,10 @@ def measure(params: Profile, data: Path, machine: Machine, steps: int, head: tup
     epoch = Steps(plan, params.train.packs_per_step, rows)
     made.model.to(device).train()
     state, together = TrainingState(made.model, params.train), Together(made.model)
-    with made.data.reader, device_batches(epoch.share_of(ranks, 0), rows, device, made.data.workers) as batches:
+    with (
+        made.data.reader,
+        device_batches(epoch.share_of(ranks, 0), rows, device, made.data.workers, params.train.ttt_steps) as batches,
+    ):
         for place in range(_WARM_UP + steps):
             if place == _WARM_UP:
                 began = time.perf_counter()

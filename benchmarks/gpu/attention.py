@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from common import print_table, write_report
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import _attend, make_plan
+from eyas.drafting.forward import _attend
+from eyas.drafting.planning import make_plan
 
 _LENGTHS = [1, 129, 7, 300, 64]
 _LIMIT = 1e-2  # bfloat16 operands: 2**-8 a rounding, and several roundings
@@ -46,7 +47,7 @@ def errors(heads: int, kv_heads: int, size: int, share: float, window: int | Non
         leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
         q, keys, values, *rest = leaves
         pairs = list(zip(rest[::2], rest[1::2], strict=True))
-        out = _attend(q, keys, values, pairs, _LENGTHS, plan, size**-0.5, window)
+        out = _attend(q, keys, values, pairs, plan, plan.all_active, size**-0.5, window)
         out.backward(pull.to(dtype))
         # a key that a window has left behind takes no part
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]

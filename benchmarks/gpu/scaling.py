@@ -44,7 +44,8 @@ from common import note
 from training import SHAPES, make_model
 
 from eyas.console import console
-from eyas.drafting.data import TokenRow, TrainingData, device_batches
+from eyas.drafting.data import TokenRow, TrainingData
+from eyas.drafting.feeding import device_batches
 from eyas.drafting.global_batch import Steps, selected
 from eyas.drafting.gradients import Together, together
 from eyas.drafting.ranks import Ranks, member, training_device
@@ -74,7 +75,8 @@ class Job:
     shape: str
     stores: dict[str, Path]
     rows: dict[str, list[TokenRow]]
-    tokens: int  # of a rank in a step
+    tokens: int  # of a pack
+    packs: int  # of a rank in a step
     warm_up: int
     steps: int
     cold: bool
@@ -110,15 +112,16 @@ def exact(head: Together, job: Job, codec: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def speed(head: Together, job: Job, codec: str, ranks: Ranks) -> dict[str, Any]:
-    """Rate and waiting with one pack a rank and step, and most memory."""
+    """Rate and waiting with a rank's packs a step, and most memory."""
     device, counted = training_device(), range(job.warm_up, job.warm_up + job.steps)
     job.begin(codec, job.cold, ranks)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    steps = job.epoch(codec, job.world, counted.stop + _READ_AHEAD)
-    state, times = run_epoch(head, steps, job.world, job, ranks)
+    packs = job.world * job.packs
+    steps = job.epoch(codec, packs, counted.stop + _READ_AHEAD)
+    state, times = run_epoch(head, steps, packs, job, ranks)
     records = [(state.steps[place], steps.slots(place)) for place in counted]
     waits = [record.waiting_share * slots / record.tokens_per_s for record, slots in records]
     peak, taken = None, None
@@ -152,8 +155,8 @@ def feed(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
         steps = job.epoch(codec, job.world)
         job.begin(codec, cold, ranks)
         times, slots = [], []
-        with device_batches(steps.share_of(ranks, 0), job.rows, training_device(), job.readers) as batches:
-            for batch in batches:
+        with device_batches(steps.share_of(ranks, 0), job.rows, training_device(), job.readers, depths=3) as batches:
+            for batch, _ in batches:
                 times.append(time.monotonic())  # the same clock in all processes
                 slots.append(sum(batch.lengths))
         first, last, counted = zip(*ranks.gathered((times[0], times[-1], sum(slots[1:]))), strict=True)
@@ -256,7 +259,8 @@ def main() -> None:
     parser.add_argument("--shardings", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"])
     parser.add_argument("--codecs", nargs="+", choices=("none", "lossless"), default=["none", "lossless"])
     parser.add_argument("--rows", type=int, default=384, help="rows of 1,024 tokens")
-    parser.add_argument("--tokens-per-step", type=int, default=8192, help="of one rank")
+    parser.add_argument("--tokens-per-pack", type=int, default=8192)
+    parser.add_argument("--packs-per-step", type=int, default=1, help="of one rank")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not counted; so many batches are ahead")
     parser.add_argument("--steps", type=int, default=12, help="steps that are")
     parser.add_argument("--workers", type=int, default=common.cores() * 3 // 4, help="readers of all ranks (12 a rank)")
@@ -270,7 +274,10 @@ def main() -> None:
     sizes = sorted(arguments.ranks or [size for size in (1, 2, 4, 8) if size <= gpus] or [1, 2])
     if gpus and max(sizes) > gpus:
         parser.error(f"{max(sizes)} ranks, but {gpus} GPUs are visible")
-    if arguments.warm_up < 1 or arguments.rows * common.ROW_TOKENS < 2 * max(sizes) * arguments.tokens_per_step:
+    if (
+        arguments.warm_up < 1
+        or arguments.rows * common.ROW_TOKENS < 2 * max(sizes) * arguments.tokens_per_pack * arguments.packs_per_step
+    ):
         parser.error("too few: --warm-up is 1 or more, and --rows give each rank two batches or more")
     # ranks have these from their first moment; CUDA and NCCL read them when they start
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -281,7 +288,7 @@ def main() -> None:
     places = common.prepare(rows, arguments.folder, 512, arguments.codecs)
     rows_by_key = common.token_rows(rows, common.store_spec(hidden, "none", 1).fingerprint, 1)
     del rows
-    names = ("shape", "rows", "tokens_per_step", "warm_up", "steps", "workers", "cold", "feed_only")
+    names = ("shape", "rows", "tokens_per_pack", "packs_per_step", "warm_up", "steps", "workers", "cold", "feed_only")
     settings = {name: vars(arguments)[name] for name in names} | {"exact_packs": max(sizes), "gpus": gpus}
     lines: list[dict[str, Any]] = []
 
@@ -307,7 +314,13 @@ def main() -> None:
             lines += group
             job = Job(
                 *(world, sharding, readers, max(sizes), arguments.shape, places, rows_by_key),
-                *(arguments.tokens_per_step, arguments.warm_up, arguments.steps, arguments.cold),
+                *(
+                    arguments.tokens_per_pack,
+                    arguments.packs_per_step,
+                    arguments.warm_up,
+                    arguments.steps,
+                    arguments.cold,
+                ),
             )
             note(f"{world} ranks, {sharding or 'reading'}")
             if error := run_group(job, arguments.limit, take):
@@ -318,7 +331,9 @@ def main() -> None:
     if not arguments.keep:
         shutil.rmtree(next(iter(places.values())).parents[1])
     cache = "cold" if arguments.cold else "warm"
-    print(f"\n{arguments.shape}, {arguments.tokens_per_step} tokens a rank and step, page cache {cache} where trained")
+    print(
+        f"\n{arguments.shape}, {arguments.packs_per_step} packs of {arguments.tokens_per_pack} tokens a rank and step, page cache {cache} where trained"
+    )
     header, shown = (_READING, _reading) if arguments.feed_only else (_TRAINING, _training)
     common.print_table(header, map(shown, lines))
     for line in (line for line in lines if "error" in line):

@@ -5,17 +5,20 @@
 
 Both take fp32 master weights, bf16 autocast, AdamW (fused), clipping at 1, 8,192 tokens in 8 documents, and three depths; speculators'
 forward is compiled and has its flex attention and fused loss, as its trainer runs it. Loss and gradients of the first batch are
-compared. The two take turns; the median over all steps counts.
+compared. The two take turns of so many steps without a pause; the median over the turns counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ from speculators.losses import fused
 from training import SHAPES, Shape, make_model
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.planning import Plan, make_plan
 
 _DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024
 _LR = 1e-5
@@ -57,8 +61,21 @@ def make_batches(shape: Shape, share: float, count: int) -> list[Batch]:
 
 
 def ours(model: Any) -> Callable[[Batch], torch.Tensor]:
+    """The project's step; a thread with a stream of its own plans a batch meanwhile for its next turn, as training does."""
+    pool, copying = ThreadPoolExecutor(1), torch.cuda.Stream()
+    plans: dict[int, Future[Plan]] = {}
+
+    def planned(batch: Batch) -> Plan:
+        with torch.cuda.stream(copying):
+            plan = make_plan(batch, _DEPTHS)
+        copying.synchronize()
+        return plan
+
     def loss(batch: Batch) -> torch.Tensor:
-        plan = make_plan(batch, _DEPTHS)
+        ahead = plans.get(id(batch)) or pool.submit(planned, batch)
+        plan = ahead.result()
+        plan.indices.record_stream(torch.cuda.current_stream())
+        plans[id(batch)] = pool.submit(planned, batch)
         with torch.autocast("cuda", torch.bfloat16):
             states_KNH = draft_states(model, batch, plan, _DEPTHS)
             return head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, True).loss
@@ -97,15 +114,20 @@ def gradients(model: Any, loss: Callable[[Batch], torch.Tensor], batch: Batch) -
 
 
 def stepper(
-    model: Any, loss: Callable[[Batch], torch.Tensor], optimizer: torch.optim.Optimizer
+    model: Any, loss: Callable[[Batch], torch.Tensor], optimizer: torch.optim.Optimizer, guarded: bool
 ) -> Callable[[Batch], None]:
+    """One step; as the two loops do it, loss and norm are read before the weights are changed, or the loss afterwards."""
+
     def step(batch: Batch) -> None:
         value = loss(batch)
         optimizer.zero_grad(set_to_none=True)
         value.backward()
-        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
+        if guarded and not (math.isfinite(norm.item()) and math.isfinite(value.item())):
+            raise RuntimeError(f"loss {value.item()}, gradient norm {norm.item()}")
         optimizer.step()
-        value.item()
+        if not guarded:
+            value.item()
 
     return step
 
@@ -125,7 +147,10 @@ def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
     del same, first, second
     runs = {
         key: stepper(
-            head, loss, torch.optim.AdamW(trainable(head), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+            head,
+            loss,
+            torch.optim.AdamW(trainable(head), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            key == "eyas",
         )
         for key, (head, loss) in variants.items()
     }
@@ -141,12 +166,12 @@ def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
         peaks[key] = (torch.cuda.max_memory_allocated() - held) / 2**30
     for _ in range(rounds):
         for key, step in runs.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
             for number in range(steps):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
                 step(batches[number % len(batches)])
-                torch.cuda.synchronize()
-                seconds[key].append(time.perf_counter() - began)
+            torch.cuda.synchronize()
+            seconds[key].append((time.perf_counter() - began) / steps)
     slots = _DOCUMENTS * _LENGTH
     found["tokens_per_s"] = {key: slots / statistics.median(values) for key, values in seconds.items()}
     found["above_held_gib"] = peaks
@@ -163,7 +188,7 @@ def profile(name: str, share: float) -> None:
     model = make_model(shape, torch.device("cuda"))
     batch = make_batches(shape, share, 1)[0]
     optimizer = torch.optim.AdamW(trainable(model), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    step = stepper(model, ours(model), optimizer)
+    step = stepper(model, ours(model), optimizer, True)
     for _ in range(3):
         step(batch)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -173,13 +198,23 @@ def profile(name: str, share: float) -> None:
         torch.cuda.synchronize()
         taken = time.perf_counter() - began
     print(f"{name}, {share:.0%}: {taken * 1e3:.1f} ms with the profiler")
+    there = torch.autograd.DeviceType.CUDA
+    ran = [event for event in profiler.events() if event.device_type == there and not event.is_user_annotation]
+    ran.sort(key=lambda event: event.time_range.start)
     kernels: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.setdefault(event.name[:110], []).append(event.time_range.elapsed_us() / 1e3)
+    for event in ran:
+        kernels.setdefault(event.name[:110], []).append(event.time_range.elapsed_us() / 1e3)
     print(f"kernels {sum(map(sum, kernels.values())):.1f} ms")
     for kernel, times in sorted(kernels.items(), key=lambda pair: -sum(pair[1]))[:40]:
         print(f"{sum(times):8.2f} ms {len(times):5d}  {kernel}")
+    waits = [
+        ((later.time_range.start - event.time_range.end) / 1e3, event, later)
+        for event, later in itertools.pairwise(ran)
+    ]
+    print(f"between kernels {sum(wait for wait, *_ in waits if wait > 0):.1f} ms; the longest:")
+    for wait, event, later in sorted(waits, key=lambda found: -found[0])[:12]:
+        at = (event.time_range.end - ran[0].time_range.start) / 1e3
+        print(f"{wait:8.2f} ms at {at:6.1f}  {event.name[:60]} -> {later.name[:60]}")
 
 
 def main() -> None:
@@ -187,7 +222,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["kimi-k2.5", "qwen3-8b"])
     parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.6], help="supervised shares")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -104,7 +104,10 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=16, help="GB of states a variant")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
-        "--workers", type=int, default=min(12, max(1, cores() // 2)), help="processes that write shards"
+        "--workers",
+        type=int,
+        default=max(1, min(12, cores() * 3 // 4)),
+        help="processes that write shards (as the stage has)",
     )
     parser.add_argument("--shard-mib", type=int, default=512, help="size of a shard before compression")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)

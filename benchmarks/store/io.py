@@ -153,10 +153,10 @@ def feed_epoch(store: Path, tokens_per_batch: int, workers: int) -> Iterator[Non
 def batches_epoch(
     store: Path, tokens_per_batch: int, workers: int, rows_by_key: dict[str, list[Any]], device: Any
 ) -> Iterator[None]:
-    """Aligned batches with their masks on the device, as training gets them."""
-    from eyas.drafting.data import device_batches
+    """Aligned batches with their masks on the device, planned, as training gets them."""
+    from eyas.drafting.feeding import device_batches
 
-    with device_batches(_packed(store, tokens_per_batch), rows_by_key, device, workers) as batches:
+    with device_batches(_packed(store, tokens_per_batch), rows_by_key, device, workers, depths=3) as batches:
         for _ in batches:
             yield
 

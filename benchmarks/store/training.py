@@ -51,8 +51,10 @@ from common import (
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
 
-from eyas.drafting.data import Batch, device_batches
-from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+from eyas.drafting.data import Batch
+from eyas.drafting.feeding import Planned, device_batches
+from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.planning import make_plan
 from eyas.store.batches import PackedBatches
 from eyas.store.reader import StoreReader
 
@@ -125,8 +127,8 @@ class Step:
         self._model, self._device = model, device
         self._optimizer = torch.optim.AdamW(trainable(model), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
-    def __call__(self, batch: Batch) -> None:
-        plan = make_plan(batch, _DEPTHS)
+    def __call__(self, planned: Planned) -> None:
+        batch, plan = planned
         with torch.autocast(self._device.type, torch.bfloat16):
             states_KNH = draft_states(self._model, batch, plan, _DEPTHS)
             loss = head_loss(self._model, states_KNH, batch, plan, "kl_div", 1.0, True).loss
@@ -138,21 +140,21 @@ class Step:
         self._optimizer.step()
 
 
-def timed_steps(batches: Iterator[Batch], step: Step, warm_up: int, count: int) -> dict[str, Any]:
+def timed_steps(batches: Iterator[Planned], step: Step, warm_up: int, count: int) -> dict[str, Any]:
     """Rate of ``count`` steps after ``warm_up`` uncounted ones."""
     first_batch_s = 0.0
     slots, seconds, waited = 0, [], []
     clock = time.perf_counter()
     for number in range(warm_up + count):
         began = clock
-        batch = next(batches)
+        planned = next(batches)
         arrived = time.perf_counter()
-        step(batch)
+        step(planned)
         clock = time.perf_counter()
         if number == 0:
             first_batch_s = arrived - began
         if number >= warm_up:
-            slots += sum(batch.lengths)
+            slots += sum(planned[0].lengths)
             seconds.append(clock - began)
             waited.append(arrived - began)
     return {
@@ -163,7 +165,7 @@ def timed_steps(batches: Iterator[Batch], step: Step, warm_up: int, count: int) 
     }
 
 
-def speculators_batches(loader: Any, device: torch.device) -> Iterator[Batch]:
+def speculators_batches(loader: Any, device: torch.device) -> Iterator[Planned]:
     """Its batches, copied as its trainer copies them, in the form that the project's step takes."""
     for loaded in loader:
         if loaded["error_records"]:
@@ -175,7 +177,7 @@ def speculators_batches(loader: Any, device: torch.device) -> Iterator[Batch]:
         documents = loaded["document_ids"][0]
         lengths = documents[documents >= 0].bincount().tolist()
         slots = sum(lengths)
-        yield Batch(
+        batch = Batch(
             there["input_ids"][0, :slots],
             there["hidden_states"][0, :slots],
             there["verifier_last_hidden_states"][0, :slots],
@@ -184,6 +186,7 @@ def speculators_batches(loader: Any, device: torch.device) -> Iterator[Batch]:
             lengths,
             [],
         )
+        yield batch, make_plan(batch, _DEPTHS)
 
 
 def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -196,15 +199,15 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> d
     step = Step(make_model(shape, device), device)
     runs: dict[str, list[dict[str, Any]]] = {}
 
-    def keep(variant: str, batches: Iterator[Batch], uncounted: int = warm_up) -> None:
+    def keep(variant: str, batches: Iterator[Planned], uncounted: int = warm_up) -> None:
         run = timed_steps(batches, step, uncounted, steps)
         runs.setdefault(variant, []).append(run)
         note(f"{name}, {variant}: {run['tokens_per_s']:,.0f} tokens/s, waiting {run['waiting_share']:.3f}")
 
-    def open_store(stack: ExitStack, codec: str, epoch: int) -> Iterator[Batch]:
+    def open_store(stack: ExitStack, codec: str, epoch: int) -> Iterator[Planned]:
         reader = stack.enter_context(StoreReader(places[codec]))
         packed = PackedBatches(reader, reader.keys, arguments.tokens_per_step, 0, epoch)
-        return stack.enter_context(device_batches(packed, rows_by_key, device, arguments.workers))
+        return stack.enter_context(device_batches(packed, rows_by_key, device, arguments.workers, _DEPTHS))
 
     with ExitStack() as stack:
         in_memory = list(itertools.islice(open_store(stack, "none", 0), _IN_MEMORY))

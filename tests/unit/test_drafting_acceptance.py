@@ -10,7 +10,8 @@ import torch
 
 from eyas.drafting.acceptance import AcceptanceCounter, TargetChoice, target_choice
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import Plan, draft_states, head_loss, make_plan
+from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.planning import Plan, make_plan
 from eyas.targets.head import load_head
 
 from .test_drafting_data import collate, make_case, make_row

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eyas.drafting.data import Batch, TokenRow, by_key, device_batches, to_batch, token_rows
+from eyas.drafting.data import Batch, TokenRow, by_key, to_batch, token_rows
+from eyas.drafting.feeding import device_batches
 from eyas.drafting.heads import make_head
 from eyas.errors import EyasError
 from eyas.params import DraftParams
@@ -188,8 +189,8 @@ def test_batches_from_the_store_come_in_order_and_outlive_its_buffers(tmp_path: 
     random = np.random.default_rng(0)
     rows = [random_row(random, 10 + i) for i in range(12)]
     plan = PackedBatches(make_store(tmp_path, rows), [row.key for row in rows], 40, seed=0, epoch=1)
-    with device_batches(plan, by_key(rows), CPU, workers=2) as opened:
-        batches = list(opened)
+    with device_batches(plan, by_key(rows), CPU, workers=2, depths=3) as opened:
+        batches = [batch for batch, _ in opened]
     assert [[row.key for row in batch.rows] for batch in batches] == [list(planned.keys) for planned in plan]
     for batch in batches:
         expected = collate(batch.rows)
@@ -211,7 +212,7 @@ class _Gpu:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-        monkeypatch.setattr("eyas.drafting.data.to_batch", self._to_batch)
+        monkeypatch.setattr("eyas.drafting.feeding.to_batch", self._to_batch)
 
     def _to_batch(self, fed: FedBatch, rows: Mapping[str, Sequence[TokenRow]], device: torch.device) -> Batch:
         assert not self.copying
@@ -244,24 +245,24 @@ def test_to_a_gpu_two_batches_go_ahead_from_pinned_buffers(tmp_path: Path, monke
     rows = [random_row(random, 30 + i) for i in range(12)]
     plan = PackedBatches(make_store(tmp_path, rows), [row.key for row in rows], 50, seed=0, epoch=1)
     gpu = _Gpu(monkeypatch)
-    with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2) as opened:
-        for number, batch in enumerate(opened):
+    with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2, depths=3) as opened:
+        for number, (batch, _) in enumerate(opened):
             assert [row.key for row in batch.rows] == list(plan[number].keys)
             assert len(gpu.copied) <= number + 3
     assert gpu.copied == list(range(len(plan)))
     assert not gpu.pinned
-    with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2) as opened:
+    with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2, depths=3) as opened:
         next(opened)
     assert not gpu.pinned
     assert len(gpu.copied) < len(plan) + 4
     with pytest.raises(EyasError, match="stopped"):
-        with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2) as opened:
+        with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2, depths=3) as opened:
             next(opened)
             raise EyasError("stopped")
     assert not gpu.pinned
     refusing = _Gpu(monkeypatch, refuse=True)
     with pytest.raises(EyasError, match=r"cannot pin.*tokens_per_pack"):
-        with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2):
+        with device_batches(plan, by_key(rows), torch.device("cuda"), workers=2, depths=3):
             pass
     assert not refusing.copied
 

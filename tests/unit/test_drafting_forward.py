@@ -9,8 +9,9 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+from eyas.drafting.forward import draft_states, head_loss, trainable
 from eyas.drafting.heads import make_head
+from eyas.drafting.planning import make_plan
 from eyas.params import DraftParams
 
 from .test_drafting_data import SIZES, collate, make_case, make_target, random_row, vocabulary

@@ -21,8 +21,9 @@ from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
 from eyas.drafting import forward
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import draft_states, head_loss, make_plan, trainable
+from eyas.drafting.forward import draft_states, head_loss, trainable
 from eyas.drafting.heads import export, make_head
+from eyas.drafting.planning import make_plan
 from eyas.params import DraftParams
 from eyas.targets.head import load_head
 from eyas.vocabulary import choose

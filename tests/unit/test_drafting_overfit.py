@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.drafting.data import TokenRow, TrainingData
-from eyas.drafting.forward import draft_states, head_loss, make_plan
+from eyas.drafting.forward import draft_states, head_loss
 from eyas.drafting.overfit import choose_lesson, greedy_length, judge, learn
+from eyas.drafting.planning import make_plan
 from eyas.errors import EyasError
 from eyas.params import TrainParams
 from eyas.targets.head import load_head

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.extraction import reference
-from eyas.extraction.reference import affordable, reference_states
+from eyas.extraction.reference import affordable, entering_states, reference_states
 from eyas.targets.head import load_head
 from tests.tiny import HIDDEN, LAYERS, tiny_states
 
@@ -38,6 +38,25 @@ def test_layers_come_in_the_order_asked_for(tiny_target: Path) -> None:
     (there,) = reference_states(tiny_target, ROWS[:1], [1, 3, 4], trust_remote_code=False)
     (back,) = reference_states(tiny_target, ROWS[:1], [4, 3, 1], trust_remote_code=False)
     assert torch.equal(there, back.flip(1))
+
+
+def test_a_padded_batch_gives_what_each_row_gives_alone(tiny_target: Path) -> None:
+    alone = reference_states(tiny_target, ROWS, [1, LAYERS], trust_remote_code=False)
+    decoder = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).get_decoder()
+    width = max(map(len, ROWS))
+    ids_BT = torch.tensor([row + [0] * (width - len(row)) for row in ROWS])
+    states_BTLH = entering_states(decoder, [1, LAYERS], ids_BT)
+    assert states_BTLH.shape == (len(ROWS), width, 2, HIDDEN)
+    for row_TLH, wanted_TLH in zip(states_BTLH, alone, strict=True):
+        torch.testing.assert_close(row_TLH[: len(wanted_TLH)], wanted_TLH, atol=1e-4, rtol=1e-4)
+
+
+def test_no_hook_is_left_even_when_the_pass_fails(tiny_target: Path) -> None:
+    decoder = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).get_decoder()
+    entering_states(decoder, [0, LAYERS], torch.tensor(ROWS[:1]))
+    with pytest.raises(IndexError):
+        entering_states(decoder, [0, LAYERS], torch.tensor([[10**6]]))
+    assert not any(module._forward_pre_hooks for module in decoder.modules())
 
 
 def test_bits_are_the_nearest_bfloat16(tiny_target: Path) -> None:

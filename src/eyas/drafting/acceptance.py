@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import Plan
+from eyas.drafting.planning import Plan
 from eyas.targets.head import TargetHead
 
 _CHUNK = 256

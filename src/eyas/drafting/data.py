@@ -9,25 +9,18 @@ Shape legend: T slots, N packed tokens, L recorded layers, H hidden size, E = L 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eyas.errors import EyasError
-from eyas.store.batches import PackedBatches
-from eyas.store.feed import BatchFeed, FedBatch
+from eyas.store.feed import FedBatch
 from eyas.store.reader import StoreReader
 from eyas.tables import PROBE
-
-_DEVICE_BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -149,96 +142,3 @@ def to_batch(fed: FedBatch, rows_by_key: Mapping[str, Sequence[TokenRow]], devic
         [row.slots for row in rows],
         rows,
     )
-
-
-class _Pinned:
-    """Buffers that are registered with CUDA, so that copies from them run beside the CPU; a context manager."""
-
-    def __init__(self) -> None:
-        self._buffers: list[NDArray[np.uint8]] = []
-
-    def register(self, buffer: NDArray[np.uint8]) -> None:
-        """Pin a buffer.
-
-        Raises:
-            EyasError: CUDA refuses.
-        """
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
-        if code:
-            raise EyasError(
-                f"CUDA cannot pin {buffer.nbytes >> 20} MiB of main memory (error {code}): free some, "
-                "or lower train.tokens_per_pack"
-            )
-        self._buffers.append(buffer)
-
-    def __enter__(self) -> _Pinned:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        codes = [int(torch.cuda.cudart().cudaHostUnregister(buffer.ctypes.data)) for buffer in self._buffers]
-        self._buffers.clear()
-        if any(codes) and kind is None:
-            raise EyasError(f"CUDA cannot release pinned memory (error {max(codes)}); look for an earlier CUDA error")
-
-
-def _copied_ahead(
-    feed: BatchFeed, rows_by_key: Mapping[str, Sequence[TokenRow]], device: torch.device
-) -> Generator[Batch, None, None]:
-    """Batches on a GPU; a thread and a stream of their own copy the next ones while the consumer computes."""
-    copying = torch.cuda.Stream(device)
-
-    def load() -> tuple[Batch, torch.cuda.Event] | None:
-        fed = next(feed, None)
-        if fed is None:
-            return None
-        with torch.cuda.stream(copying):
-            batch = to_batch(fed, rows_by_key, device)
-            done = copying.record_event()
-        done.synchronize()  # the next call lets the feed write over the buffer
-        return batch, done
-
-    # a new thread's device is the first GPU, where it would take memory for every rank
-    pool = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
-    try:
-        ahead = deque(pool.submit(load) for _ in range(_DEVICE_BATCHES_AHEAD))
-        while (loaded := ahead.popleft().result()) is not None:
-            ahead.append(pool.submit(load))
-            batch, done = loaded
-            computing = torch.cuda.current_stream(device)
-            computing.wait_event(done)
-            for tensor in (batch.input_ids_T, batch.aux_TA, batch.final_TH, batch.positions_T):
-                tensor.record_stream(computing)  # else a freed batch is written over before it was computed with
-            yield batch
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def device_batches(
-    batches: PackedBatches,
-    rows_by_key: Mapping[str, Sequence[TokenRow]],
-    device: torch.device,
-    workers: int,
-    start: int = 0,
-) -> Iterator[Iterator[Batch]]:
-    """Open an epoch: gives an iterator over its batches on the device, read and copied ahead.
-
-    Args:
-        batches: the plan.
-        rows_by_key: of the token table, as `by_key` gives them; the plan's rows must be among them.
-        device: a GPU, whose copies run beside the computation, or the CPU.
-        workers: processes that read the store.
-        start: the position of the first batch.
-
-    Raises:
-        EyasError: from the iterator: a damaged row, a reading process that ended, and what `to_batch` raises.
-    """
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            torch.set_num_threads(1)  # the little work beside a GPU would wait for cores that the readers have
-            pinned = stack.enter_context(_Pinned())
-            feed = stack.enter_context(BatchFeed(batches, start, workers, on_buffer=pinned.register))
-            yield stack.enter_context(closing(_copied_ahead(feed, rows_by_key, device)))
-        else:
-            feed = stack.enter_context(BatchFeed(batches, start, workers))
-            yield (to_batch(fed, rows_by_key, device) for fed in feed)

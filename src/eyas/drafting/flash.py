@@ -144,7 +144,8 @@ def chain_attention(
     values_Tkd: torch.Tensor,
     active_N: torch.Tensor | None,
     own: list[tuple[torch.Tensor, torch.Tensor]],
-    lengths: list[int],
+    bounds: torch.Tensor,
+    longest: int,
     scaling: float,
     left: int | None,
 ) -> torch.Tensor:
@@ -156,18 +157,18 @@ def chain_attention(
         values_Tkd: depth 0's values, bfloat16 or float16.
         active_N: the active slots, or None where all are.
         own: keys and values [N, k, d] of the later depths so far.
-        lengths: slots of each document.
+        bounds: [documents + 1], where documents begin, and the end; on the device.
+        longest: slots of the longest document.
         scaling: of the scores.
         left: how many slots before its own a query still sees; None for all.
 
     Returns:
         [N, h * d], in the values' type.
     """
-    dtype, device = values_Tkd.dtype, values_Tkd.device
-    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    dtype = values_Tkd.dtype
     flat = [tensor.to(dtype).contiguous() for pair in own for tensor in pair]
     out_Nhd: torch.Tensor = _ChainAttention.apply(  # type: ignore[no-untyped-call]
-        q_Nhd.to(dtype).contiguous(), keys_Tkd.to(dtype).contiguous(), values_Tkd.contiguous(), active_N, starts,
-        max(lengths), scaling, left, *flat,
+        q_Nhd.to(dtype).contiguous(), keys_Tkd.to(dtype).contiguous(), values_Tkd.contiguous(), active_N, bounds.int(),
+        longest, scaling, left, *flat,
     )  # fmt: skip
     return out_Nhd.flatten(1)

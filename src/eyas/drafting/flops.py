@@ -10,7 +10,7 @@ import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import Plan
+from eyas.drafting.planning import Plan
 
 # dense bfloat16, without sparsity, from the makers' data sheets; by a part of the device's name
 _PEAK_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0}

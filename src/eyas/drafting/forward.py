@@ -26,82 +26,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from eyas.drafting.data import Batch
 from eyas.drafting.flash import chain_attention, flash_serves
 from eyas.drafting.fused import on_device, take
+from eyas.drafting.planning import Plan
 from eyas.targets.head import soft_capped
 
-_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 29}
+_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 28}
 _CPU_COLUMNS = 512
 # speculators divides by the count plus this
 _REDUCTION_EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which slots take part in which depth; index tensors on the batch's device, int64."""
-
-    active_N: torch.Tensor  # slots that weigh in the loss at some depth
-    label_slots: torch.Tensor  # slots whose teacher is asked, ascending
-    rows: list[torch.Tensor]  # by depth: the active row that predicts a label ...
-    labels: list[torch.Tensor]  # ... and which of `label_slots` it is, ascending
-    planned_labels: list[torch.Tensor]  # the same on the CPU, where chunks are cut without waiting for the device
-    slots: int  # of the batch
-    fed_U: torch.Tensor  # slots whose token some depth's query is fed, ascending; up to K - 1 past the batch's end
-    fed_rows: list[torch.Tensor]  # by depth: the row of `fed_U` that each active slot is fed
-    places: list[torch.Tensor]  # the active slots of each document, counted from its start
-
-    @property
-    def active_lengths(self) -> list[int]:
-        """Active slots of each document."""
-        return [len(places) for places in self.places]
-
-    @property
-    def all_active(self) -> bool:
-        """Whether no slot is left out."""
-        return len(self.active_N) == self.slots
-
-
-def make_plan(batch: Batch, depths: int) -> Plan:
-    """Plan a batch: depth d at slot p predicts the teacher of slot p + d, within the same document."""
-    mask_T, device = batch.mask_T, batch.input_ids_T.device
-    slots = torch.arange(len(mask_T))
-    end_T = torch.repeat_interleave(torch.tensor(batch.lengths).cumsum(0), torch.tensor(batch.lengths))
-    counts_KT = torch.zeros(depths, len(mask_T), dtype=torch.bool)
-    for depth in range(depths):
-        label = slots + depth
-        counts_KT[depth] = (label < end_T) & mask_T[label.clamp(max=len(mask_T) - 1)]
-    active_T = counts_KT.any(0)
-    active_N = slots[active_T]
-    row_of_T = active_T.cumsum(0) - 1
-    label_of_T = mask_T.cumsum(0) - 1
-    rows, labels, planned = [], [], []
-    for depth in range(depths):
-        source = slots[counts_KT[depth]]
-        rows.append(row_of_T[source].to(device))
-        planned.append(label_of_T[source + depth])
-        labels.append(planned[-1].to(device))
-    fed_F = torch.zeros(len(mask_T) + depths - 1, dtype=torch.bool)
-    for depth in range(depths):
-        fed_F[active_N + depth] = True
-    row_of_F = fed_F.cumsum(0) - 1
-    fed_rows = [row_of_F[active_N + depth].to(device) for depth in range(depths)]
-    places = []
-    for start, length in zip(_starts(batch.lengths), batch.lengths, strict=True):
-        own = slots[start : start + length][active_T[start : start + length]]
-        places.append((own - start).to(device))
-    return Plan(
-        active_N.to(device),
-        slots[mask_T].to(device),
-        rows,
-        labels,
-        planned,
-        len(mask_T),
-        fed_F.nonzero()[:, 0].to(device),
-        fed_rows,
-        places,
-    )
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def _heads(x_TE: torch.Tensor, size: int) -> torch.Tensor:
@@ -115,8 +46,8 @@ def _attend(
     keys_kTd: torch.Tensor,
     values_kTd: torch.Tensor,
     own: list[tuple[torch.Tensor, torch.Tensor]],
-    lengths: list[int],
-    plan: Plan | None,
+    plan: Plan,
+    everywhere: bool,
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
@@ -127,12 +58,12 @@ def _attend(
     leaves the window where depth 0 had it, and its heads see up to d keys that serving does not show them.
 
     Args:
-        q_hNd: queries at active slots, or at all slots without a plan.
+        q_hNd: queries at active slots, or at all slots.
         keys_kTd: depth 0's keys at all slots.
         values_kTd: depth 0's values at all slots.
         own: keys and values [k, N, d] of the later depths so far, each seen by its own slot alone.
-        lengths: slots of each document.
-        plan: which slots are active.
+        plan: of the batch.
+        everywhere: whether queries are of all slots.
         scaling: of the scores.
         window: positions that a query sees, its own included; None for all.
 
@@ -145,20 +76,21 @@ def _attend(
             q_hNd.transpose(0, 1),
             keys_kTd.transpose(0, 1),
             values_kTd.transpose(0, 1),
-            plan.active_N if plan and not plan.all_active else None,
+            None if everywhere else plan.active_N,
             [(key.transpose(0, 1), value.transpose(0, 1)) for key, value in own],
-            lengths,
+            plan.bounds,
+            max(plan.lengths),
             scaling,
             left,
         )
     kv_heads, size = keys_kTd.shape[0], keys_kTd.shape[-1]
-    queries = plan.active_lengths if plan else lengths
+    queries = plan.lengths if everywhere else plan.active_lengths
     q_kgNd = (q_hNd * scaling).unflatten(0, (kv_heads, -1))
     outputs = []
     splits = zip(
         q_kgNd.split(queries, 2),
-        keys_kTd.split(lengths, 1),
-        values_kTd.split(lengths, 1),
+        keys_kTd.split(plan.lengths, 1),
+        values_kTd.split(plan.lengths, 1),
         *[pair.split(queries, 1) for step in own for pair in step],
         strict=True,
     )
@@ -166,7 +98,7 @@ def _attend(
         groups, count = q.shape[1], q.shape[2]
         if not count:
             continue
-        places = plan.places[document] if plan else torch.arange(count, device=q.device)
+        places = torch.arange(count, device=q.device) if everywhere else plan.places[document]
         slots = torch.arange(keys.shape[1], device=q.device)
         blocked = slots > places[:, None]
         if window is not None:
@@ -207,13 +139,19 @@ class _TokenShare:
         return list(zip(taken, self.state_weights, strict=True))
 
 
+def _compute_type(x: torch.Tensor) -> torch.dtype:
+    """What products on its device are computed in: autocast's type, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _token_share(layer: Any, embeds_FH: torch.Tensor, asked_U: torch.Tensor | None) -> _TokenShare:
     """Project the tokens; queries at ``asked_U`` alone, or everywhere."""
     attention, device = layer.self_attn, embeds_FH.device
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else embeds_FH.dtype
+    dtype = _compute_type(embeds_FH)
     halves = [projection.weight.to(dtype).split(embeds_FH.shape[1], 1) for projection in projections]
-    normed_FH = on_device(_normed, device)(layer.input_layernorm, embeds_FH)
+    _, normed_FH = on_device(_asked, device)(layer.input_layernorm, embeds_FH, dtype)
     inputs = [normed_FH if asked_U is None else take(normed_FH, asked_U), normed_FH, normed_FH]
     queries, keys, values = (
         functional.linear(fed, own, projection.bias)
@@ -237,7 +175,6 @@ def _layer(
     hidden: torch.Tensor,
     fed: list[_Fed] | None,
     rotary: tuple[torch.Tensor, torch.Tensor],
-    lengths: list[int],
     plan: Plan,
     queries: torch.Tensor | None,
     window: int | None,
@@ -250,7 +187,6 @@ def _layer(
         hidden: [T, H] at depth 0, else [N, H].
         fed: for the first layer, by `_TokenShare.at`.
         rotary: cosine and sine of the rows of `hidden`.
-        lengths: slots of each document.
         plan: of the batch.
         queries: at depth 0, the slots that go on; None for all. Keys are made at all slots.
         window: of the layer's attention.
@@ -262,14 +198,17 @@ def _layer(
         residual, asked = take(residual, queries), take(asked, queries)
         rotary = (rotary[0][queries], rotary[1][queries])
     q = on_device(_queries, device)(attention, asked, fed and fed[0], *rotary)
+    everywhere = plan.all_active or (cache is None and queries is None)
     if cache is None:
         cache = _LayerCache(keys, values, [])
-        within = plan if queries is not None else None
     else:
         cache.own.append((keys, values))
-        within = plan
-    mixed = _attend(q, cache.keys_kTd, cache.values_kTd, cache.own, lengths, within, attention.scaling, window)
-    return on_device(_finish, device)(layer, residual, mixed), cache
+    mixed = _attend(q, cache.keys_kTd, cache.values_kTd, cache.own, plan, everywhere, attention.scaling, window)
+    # products stay outside of what is compiled, so that autocast converts a weight once for all depths
+    attended = attention.o_proj(mixed)
+    hidden, normed = on_device(_added, device)(layer.post_attention_layernorm, residual, attended)
+    gated = on_device(_gated, device)(layer.mlp.act_fn, layer.mlp.gate_proj(normed), layer.mlp.up_proj(normed))
+    return hidden + layer.mlp.down_proj(gated), cache
 
 
 def _product(projection: Any, asked: torch.Tensor, fed: _Fed | None) -> torch.Tensor:
@@ -308,14 +247,18 @@ def _queries(
 
 def _rotated(x_hTd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotated: torch.Tensor = apply_rotary_pos_emb(x_hTd[None], x_hTd[None, :1], cos[None], sin[None])[0][0]
-    return rotated
+    return rotated.to(x_hTd.dtype)
 
 
-def _finish(layer: Any, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """What follows attention in a layer."""
-    hidden = residual + layer.self_attn.o_proj(mixed)
-    finished: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return finished
+def _added(norm: Any, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum, and its norm as products take it."""
+    hidden = residual + attended
+    return hidden, norm(hidden).to(attended.dtype)
+
+
+def _gated(activation: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gated: torch.Tensor = activation(gate) * up
+    return gated
 
 
 def _projected(model: Any, aux_TA: torch.Tensor) -> torch.Tensor:
@@ -331,7 +274,7 @@ def _projected(model: Any, aux_TA: torch.Tensor) -> torch.Tensor:
 
 
 def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
-    """States that the output head reads, at active slots and every depth: [K, N, H].
+    """States that the output head reads, at active slots and every depth: [K, N, H], in the type of its product.
 
     Each depth is fed the text's own tokens and the state that the depth before gave: after the final norm where the head
     has `norm_output`, before it otherwise, as vLLM does.
@@ -357,18 +300,17 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
             queries = plan.active_N if depth == 0 and last and not plan.all_active else None
             window = model.sliding_window if index in model.sliding_window_indices else None
             own = fed if index == 0 else None
-            hidden, caches[index] = _layer(
-                layer, caches[index], hidden, own, (cos, sin), batch.lengths, plan, queries, window
-            )
-        normed = on_device(_normed, device)(model.norm, hidden)
-        outputs.append(normed)
+            hidden, caches[index] = _layer(layer, caches[index], hidden, own, (cos, sin), plan, queries, window)
+        normed, asked = on_device(_asked, device)(model.norm, hidden, _compute_type(hidden))
+        outputs.append(asked)
         hidden = normed if model.config.norm_output else hidden
     return torch.stack(outputs)
 
 
-def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    normed: torch.Tensor = norm(hidden)
-    return normed
+def _asked(norm: Any, hidden: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of states, and the same in the type of a product."""
+    normed = norm(hidden)
+    return normed, normed.to(dtype)
 
 
 class _Precomputed(torch.autograd.Function):
@@ -395,26 +337,41 @@ class HeadLoss:
     hits_K: torch.Tensor  # float32, labels whose most likely draft token is the target's own
 
 
-def _taught(teacher_CV: torch.Tensor, best_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's probabilities and their entropy by row.
+def _teacher(logits_CV: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's logits in float32, and the most likely tokens."""
+    teacher_CV = soft_capped(logits_CV.float(), cap)
+    return teacher_CV, teacher_CV.argmax(-1, keepdim=True)
+
+
+def _taught(logits_CV: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The teacher's probabilities, the most likely tokens, and the entropy by row.
 
     The log-partition comes out of the softmax at its largest entry; `torch.logsumexp` takes ten times as long on a CPU.
     """
+    teacher_CV, best_C1 = _teacher(logits_CV, cap)
     best_logit_C = teacher_CV.gather(-1, best_C1)[:, 0]
     probabilities_CV = torch.softmax(teacher_CV, -1)
     partition_C = best_logit_C - probabilities_CV.gather(-1, best_C1)[:, 0].log()
-    return probabilities_CV, partition_C - (probabilities_CV * teacher_CV).sum(-1)
+    return probabilities_CV, best_C1, partition_C - (probabilities_CV * teacher_CV).sum(-1)
 
 
 def _kl_rows(
     logits_MV: torch.Tensor,
-    teacher_MV: torch.Tensor,
-    teacher_entropy_M: torch.Tensor,
+    teacher_CV: torch.Tensor,
+    teacher_entropy_C: torch.Tensor,
+    labels_M: torch.Tensor | None,
     weight: torch.Tensor,
     gradient: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """KL divergence by row, most likely tokens, and the weighted gradient by the logits, in the type of the output head."""
+    """KL divergence by row, most likely tokens, and the weighted gradient by the logits, in the type of the output head.
+
+    Row m has the label ``labels_M[m]`` of the teacher's, or all have their own. They are taken here, where a GPU's compiled
+    kernel reads them in place.
+    """
+    teacher_MV, teacher_entropy_M = teacher_CV, teacher_entropy_C
+    if labels_M is not None:
+        teacher_MV, teacher_entropy_M = teacher_CV[labels_M], teacher_entropy_C[labels_M]
     logits_MV = logits_MV.float()
     best_M1 = logits_MV.argmax(-1, keepdim=True)
     cross_M = (teacher_MV * logits_MV).sum(-1)
@@ -461,19 +418,21 @@ def head_loss(
         label_counts_K: labels that each depth's loss is the mean over, where the batch is a part of a step; default: its own.
     """
     depths, active = states_KNH.shape[:2]
-    device, weight_VH = states_KNH.device, model.lm_head.weight
-    teacher_VH = model.verifier_lm_head.weight
-    if torch.is_autocast_enabled(device.type):  # autocast itself would convert a frozen weight at each use
-        dtype = torch.get_autocast_dtype(device.type)
-        weight_VH, teacher_VH = weight_VH.to(dtype), teacher_VH.to(dtype)
+    device = states_KNH.device
+    # autocast itself would convert a frozen weight at each use
+    weight_VH, teacher_VH = (
+        head.weight.to(_compute_type(head.weight)) for head in (model.lm_head, model.verifier_lm_head)
+    )
     loss_function = None if loss == "kl_div" else resolve_loss_config(loss, "eager")[loss][0]
     by_depth_K, hits_K = torch.zeros(depths, device=device), torch.zeros(depths, device=device)
     draft_ids_KN = torch.full((depths, active), -1, dtype=torch.long, device=device)
     gradient_KNH = torch.zeros_like(states_KNH) if gradient else states_KNH.new_zeros(0)
     counts_K = label_counts_K if label_counts_K is not None else [len(rows) for rows in plan.rows]
-    scales_K = torch.tensor([1.0 / (count + _REDUCTION_EPS) for count in counts_K], device=device)
+    # filled there: a copy from here would wait until the device is done with all before it
+    scales_K = torch.stack([torch.full((), 1.0 / (count + _REDUCTION_EPS), device=device) for count in counts_K])
     decays_K = decay ** torch.arange(depths, device=device)
     weights_K = scales_K * decays_K
+    cap = getattr(model, "teacher_softcap", None)
     total = len(plan.label_slots)
     parts = max(1, -(-total * 4 * weight_VH.shape[0] // _CHUNK_BYTES[device.type]))
     chunk = -(-total // parts)
@@ -481,29 +440,26 @@ def head_loss(
     cuts = [torch.searchsorted(labels, bounds).tolist() for labels in plan.planned_labels]
     with torch.no_grad():
         for number, first in enumerate(range(0, total, chunk)):
-            final_CH = model.verifier_norm(batch.final_TH[plan.label_slots[first : first + chunk]].float())
-            teacher_CV = soft_capped(
-                _logits(final_CH.to(teacher_VH.dtype), teacher_VH).float(), getattr(model, "teacher_softcap", None)
-            )
-            entropy_C = torch.zeros(len(teacher_CV), device=device)
-            best_C1 = teacher_CV.argmax(-1, keepdim=True)
+            final_CH = batch.final_TH[plan.label_slots[first : first + chunk]].float()
+            _, asked_CH = on_device(_asked, device)(model.verifier_norm, final_CH, teacher_VH.dtype)
+            teacher_CV = _logits(asked_CH, teacher_VH)
             if loss_function is None:
-                teacher_CV, entropy_C = on_device(_taught, device)(teacher_CV, best_C1)
+                teacher_CV, best_C1, entropy_C = on_device(_taught, device)(teacher_CV, cap)
+            else:
+                teacher_CV, best_C1 = _teacher(teacher_CV, cap)
             for depth in range(depths):
                 here = slice(cuts[depth][number], cuts[depth][number + 1])
                 rows_M, labels_M = plan.rows[depth][here], plan.labels[depth][here] - first
                 if not len(rows_M):
                     continue
-                whole = len(labels_M) == len(teacher_CV)
-                teacher_MV = teacher_CV if whole else teacher_CV[labels_M]
+                chosen_M = None if len(labels_M) == len(teacher_CV) else labels_M
                 logits_MV = _logits(states_KNH[depth, rows_M].to(weight_VH.dtype), weight_VH)
                 if loss_function is None:
-                    entropy_M = entropy_C if whole else entropy_C[labels_M]
                     loss_M, best_M, slope_MV = on_device(_kl_rows, device)(
-                        logits_MV, teacher_MV, entropy_M, weights_K[depth], gradient, weight_VH.dtype
+                        logits_MV, teacher_CV, entropy_C, chosen_M, weights_K[depth], gradient, weight_VH.dtype
                     )
                 else:
-                    logits_MV = logits_MV.float()
+                    logits_MV, teacher_MV = logits_MV.float(), teacher_CV[labels_M]
                     best_M = logits_MV.argmax(-1)
                     with torch.enable_grad():
                         logits_MV.requires_grad_(gradient)

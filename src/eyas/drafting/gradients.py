@@ -16,7 +16,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch import nn
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import Plan, draft_states, trainable
+from eyas.drafting.forward import draft_states, trainable
+from eyas.drafting.planning import Plan
 from eyas.drafting.ranks import Ranks
 from eyas.errors import EyasError
 from eyas.params import TrainParams
@@ -103,8 +104,9 @@ class Shards(Together):
         return states_KNH
 
     def before_backward(self, last: bool) -> None:
-        """Say whether the backward pass that comes is the step's last."""
+        """Say whether the backward pass that comes is the step's last; until then whole weights are kept."""
         self._unit.set_requires_gradient_sync(last)
+        self._unit.set_reshard_after_backward(last)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -15,10 +15,12 @@ import torch
 
 from eyas.console import Progress
 from eyas.drafting.acceptance import Acceptance, AcceptanceCounter, TargetChoice, target_choice
-from eyas.drafting.data import Batch, TrainingData, by_key, device_batches
-from eyas.drafting.forward import draft_states, head_loss, make_plan
+from eyas.drafting.data import Batch, TrainingData, by_key
+from eyas.drafting.feeding import Planned, device_batches
+from eyas.drafting.forward import draft_states, head_loss
 from eyas.drafting.global_batch import selected
 from eyas.drafting.gradients import Together
+from eyas.drafting.planning import Plan
 from eyas.drafting.ranks import Ranks, training_device
 from eyas.drafting.stepping import autocast
 from eyas.drafting.stopping import Stop, StopAsked
@@ -43,12 +45,13 @@ class Heldout:
         )
         with Progress("the target's choices on held-out rows", len(self._batches), "batches") as progress:
             with self._open() as batches:
-                for batch in batches:
+                for batch, _ in batches:
                     self._choices.append(target_choice(batch, on_device, temperature))
                     progress.advance()
 
-    def _open(self) -> AbstractContextManager[Iterator[Batch]]:
-        return device_batches(self._batches, self._rows, self._device, self._workers)
+    def _open(self) -> AbstractContextManager[Iterator[Planned]]:
+        depths = self._params.ttt_steps
+        return device_batches(self._batches, self._rows, self._device, self._workers, depths)
 
     @torch.no_grad()
     def evaluate(self, head: Together, stop: Stop) -> tuple[float, Acceptance]:
@@ -59,10 +62,10 @@ class Heldout:
         """
         judged = []
         with head.whole(), self._open() as batches:
-            for batch, choice in zip(batches, self._choices, strict=True):
+            for (batch, plan), choice in zip(batches, self._choices, strict=True):
                 if stop.signal:
                     break
-                judged.append(self._judge(head, batch, choice))
+                judged.append(self._judge(head, batch, plan, choice))
         by_rank = self._ranks.gathered((stop.signal is not None, judged))
         if any(stopped for stopped, _ in by_rank):
             raise StopAsked
@@ -75,10 +78,11 @@ class Heldout:
             counter.merge(counted)
         return float(np.average(losses, weights=weights)), counter.result()
 
-    def _judge(self, head: Together, batch: Batch, choice: TargetChoice) -> tuple[float, int, AcceptanceCounter]:
+    def _judge(
+        self, head: Together, batch: Batch, plan: Plan, choice: TargetChoice
+    ) -> tuple[float, int, AcceptanceCounter]:
         """Loss, labels and walks of one batch."""
         model, params, depths = head.model, self._params, self._params.ttt_steps
-        plan = make_plan(batch, depths)
         with autocast(params, self._device):
             states_KNH = draft_states(model, batch, plan, depths)
             out = head_loss(model, states_KNH, batch, plan, params.loss, params.ttt_decay, False)

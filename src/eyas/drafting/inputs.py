@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from eyas.console import console
 from eyas.drafting.data import TrainingData, token_rows
 from eyas.drafting.heads import make_head
@@ -44,8 +42,6 @@ def load_inputs(
         temperature: that sampled rows were answered with.
         sharers: ranks that share them.
     """
-    # probabilities below 1e-38 cost a CPU many times the others; threads that start from here on inherit it
-    torch.set_flush_denormal(True)
     directory, target = open_target(target_params, data / "target.json")
     table = read_table(data / "tokens" / "tokens.parquet", TOKENS)
     reader = StoreReader(data / "hidden_states")

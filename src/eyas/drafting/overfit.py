@@ -16,8 +16,9 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress
 from eyas.drafting.data import Batch, TokenRow, TrainingData, by_key, to_batch
-from eyas.drafting.forward import draft_states, head_loss, make_plan
+from eyas.drafting.forward import draft_states, head_loss
 from eyas.drafting.optimizing import make_optimizers
+from eyas.drafting.planning import make_plan
 from eyas.drafting.stepping import autocast
 from eyas.errors import EyasError
 from eyas.params import TrainParams

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.drafting.data import Batch
+from eyas.drafting.feeding import Planned
 from eyas.drafting.flops import pack_flops
-from eyas.drafting.forward import head_loss, make_plan
+from eyas.drafting.forward import head_loss
 from eyas.drafting.global_batch import Share
 from eyas.drafting.gradients import Together, full
 from eyas.drafting.ranks import Ranks
@@ -48,7 +48,7 @@ def autocast(params: TrainParams, device: torch.device) -> torch.autocast:
 
 def gradients(
     head: Together,
-    batches: Iterator[Batch],
+    batches: Iterator[Planned],
     shares: Sequence[Share],
     label_counts_K: Sequence[int],
     packs: int,
@@ -61,7 +61,7 @@ def gradients(
 
     Args:
         head: gathers the gradients.
-        batches: this rank's packs, one for each of ``shares``.
+        batches: this rank's packs with their plans, one for each of ``shares``.
         shares: this rank's part of the step.
         label_counts_K: labels of the whole step.
         packs: of the whole step.
@@ -76,8 +76,7 @@ def gradients(
     outputs = []
     flops = 0.0
     for place, share in enumerate(shares):
-        batch = next(batches)
-        plan = make_plan(batch, depths)
+        batch, plan = next(batches)
         with autocast(params, batch.input_ids_T.device):
             states_KNH = head.states(batch, plan, depths)
             out = head_loss(head.model, states_KNH, batch, plan, params.loss, params.ttt_decay, True, label_counts_K)

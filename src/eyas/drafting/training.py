@@ -21,7 +21,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress, console
 from eyas.drafting.checkpoints import Checkpoints, load_checkpoint
-from eyas.drafting.data import Batch, TrainingData, by_key, device_batches
+from eyas.drafting.data import TrainingData, by_key
+from eyas.drafting.feeding import Planned, device_batches
 from eyas.drafting.flops import peak_flops
 from eyas.drafting.global_batch import Steps
 from eyas.drafting.gradients import Together, together
@@ -123,7 +124,7 @@ class Loop:
             return
         state.model.train()
         mine = steps.share_of(self._ranks, first)
-        with device_batches(mine, self._rows, self._device, self._data.workers) as opened:
+        with device_batches(mine, self._rows, self._device, self._data.workers, params.ttt_steps) as opened:
             batches = _Timed(opened)
             for place in range(first, len(steps)):
                 batches.waited, began = 0.0, time.monotonic()
@@ -231,13 +232,13 @@ class Loop:
         self._ranks.of_first(None)
 
 
-class _Timed(Iterator[Batch]):
+class _Timed(Iterator[Planned]):
     """Batches, and the seconds spent waiting for them."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Planned]) -> None:
         self._batches, self.waited = batches, 0.0
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Planned:
         began = time.monotonic()
         try:
             return next(self._batches)

@@ -44,7 +44,7 @@ from eyas.store.format import (
 )
 
 try:
-    from isal.isal_zlib import crc32  # the same, at four times the speed
+    from isal.isal_zlib import crc32  # the same numbers, in less time
 except ImportError:
     from zlib import crc32
 

@@ -40,7 +40,7 @@ from eyas.store.shards import (
 
 _MAGIC = b"EYASROW2"
 _HEADER = struct.Struct("<8sIIIII")  # magic, T, L, H, CRC-32 of the ids, CRC-32 of the states; the ids follow
-_PAGE_BYTES = 4096  # the states begin on a page: processors copy large arrays to other places at half the speed
+_PAGE_BYTES = 4096  # the states begin on a page: some processors copy large arrays to other places more slowly
 _SHARDS = "shards"
 _PUBLISHED = "published.json"
 _CLOCK_TICK_NS = 100_000_000  # a folder that changed within the file system's last tick may change again unseen
