@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.drafting.long_run import EXTRA, LONG, SMOKE, VALIDATION, Row, load_rows, main, save_rows
+from benchmarks.drafting.long_run import main
+from benchmarks.drafting.long_text import EXTRA, LONG, SMOKE, VALIDATION, Row, load_rows, save_rows
 from tests.tiny import END, START, VOCAB, make_tiny_target
 
 _SETTINGS = [
