@@ -112,8 +112,8 @@ def train(
         environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--jobs", "1", "--part"]
         children = [subprocess.Popen([*command, f"{i}:{jobs}"], env=environment) for i in range(jobs)]
-        if sum(child.wait() != 0 for child in children):
-            note("a process has failed")
+        if failed := sum(child.wait() != 0 for child in children):
+            sys.exit(f"{failed} of {jobs} processes have failed")
         return
     stop = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
     stop.daemon = True
