@@ -21,42 +21,44 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 import torch
 from common import note, print_table, write_report
 
-from eyas.drafting import inputs
 from eyas.drafting.data import by_key
 from eyas.drafting.feeding import device_batches
 from eyas.drafting.global_batch import Steps
 from eyas.drafting.gradients import Together
+from eyas.drafting.heads import make_head
+from eyas.drafting.inputs import load_inputs
 from eyas.drafting.ranks import Ranks, training_device
 from eyas.drafting.state import TrainingState
 from eyas.drafting.stepping import gradients
 from eyas.params import Machine, Profile, load_machine, load_profile
 from eyas.stage import process_environment
 from eyas.store.batches import PackedBatches
-from eyas.vocabulary import DraftVocabulary, choose, load_vocabulary
+from eyas.targets.resolve import open_target
+from eyas.vocabulary import choose, load_vocabulary
 
 _WARM_UP = 4
 
 
 def measure(params: Profile, data: Path, machine: Machine, steps: int, head: tuple[int, int] | None) -> float:
     """Tokens/s of so many steps behind the warm-up; the profile's own head without ``head``."""
-    draft, taken = params.draft, load_vocabulary
-
-    def other(path: Path) -> DraftVocabulary:
-        assert head is not None
-        return choose(taken(path).counts_V, head[0], [])
-
+    made = load_inputs(data, machine, params.target, params.draft, params.train, params.responses.temperature, 1)
+    model = made.model
     if head is not None:
-        draft = draft.model_copy(update={"intermediate_size": head[1]})
-        inputs.load_vocabulary = other
-    try:
-        made = inputs.load_inputs(data, machine, params.target, draft, params.train, params.responses.temperature, 1)
-    finally:
-        inputs.load_vocabulary = taken
+        directory, target = open_target(params.target, data / "target.json")
+        model = make_head(
+            params.draft.model_copy(update={"intermediate_size": head[1]}),
+            directory,
+            target["source"],
+            choose(load_vocabulary(data / "vocab" / "vocab.safetensors").counts_V, head[0], []),
+            made.data.reader.spec.layers,
+            ttt_steps=params.train.ttt_steps,
+            seed=params.train.seed,
+        )
     rows, device, ranks = by_key(made.data.train), training_device(), Ranks()
     plan = PackedBatches(made.data.reader, list(rows), params.train.pack_tokens, params.train.seed, 0)
     epoch = Steps(plan, params.train.packs_per_step, rows)
-    made.model.to(device).train()
-    state, together = TrainingState(made.model, params.train), Together(made.model)
+    model.to(device).train()
+    state, together = TrainingState(model, params.train), Together(model)
     with (
         made.data.reader,
         device_batches(epoch.share_of(ranks, 0), rows, device, made.data.workers, params.train.ttt_steps) as batches,

@@ -151,7 +151,7 @@ def _token_share(layer: Any, embeds_FH: torch.Tensor, asked_U: torch.Tensor | No
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     dtype = _compute_type(embeds_FH)
     halves = [projection.weight.to(dtype).split(embeds_FH.shape[1], 1) for projection in projections]
-    _, normed_FH = on_device(_asked, device)(layer.input_layernorm, embeds_FH, dtype)
+    normed_FH = on_device(_normed, device)(layer.input_layernorm, embeds_FH, dtype)
     inputs = [normed_FH if asked_U is None else take(normed_FH, asked_U), normed_FH, normed_FH]
     queries, keys, values = (
         functional.linear(fed, own, projection.bias)
@@ -253,7 +253,7 @@ def _rotated(x_hTd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def _added(norm: Any, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and its norm as products take it."""
     hidden = residual + attended
-    return hidden, norm(hidden).to(attended.dtype)
+    return hidden, _normed(norm, hidden, attended.dtype)
 
 
 def _gated(activation: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -307,8 +307,14 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
     return torch.stack(outputs)
 
 
+def _normed(norm: Any, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of states, in the type of a product."""
+    normed: torch.Tensor = norm(hidden).to(dtype)
+    return normed
+
+
 def _asked(norm: Any, hidden: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of states, and the same in the type of a product."""
+    """The norm of states, which the next depth may take, and the same in the type of a product."""
     normed = norm(hidden)
     return normed, normed.to(dtype)
 
@@ -441,7 +447,7 @@ def head_loss(
     with torch.no_grad():
         for number, first in enumerate(range(0, total, chunk)):
             final_CH = batch.final_TH[plan.label_slots[first : first + chunk]].float()
-            _, asked_CH = on_device(_asked, device)(model.verifier_norm, final_CH, teacher_VH.dtype)
+            asked_CH = on_device(_normed, device)(model.verifier_norm, final_CH, teacher_VH.dtype)
             teacher_CV = _logits(asked_CH, teacher_VH)
             if loss_function is None:
                 teacher_CV, best_C1, entropy_C = on_device(_taught, device)(teacher_CV, cap)

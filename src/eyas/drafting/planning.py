@@ -1,7 +1,7 @@
 """Which slots of a batch take part in which depth of the training-time test.
 
-Takes a `Batch`, whose mask is on the CPU; gives a `Plan` with its index tensors on the batch's device. It asks nothing of the
-device, so that it can be made while the device computes something else.
+Takes a `Batch`, whose mask is on the CPU; gives a `Plan` with its index tensors on the batch's device. All is found on the CPU, and
+one copy on the current stream brings it to the device: a stream of its own does not wait for what the device computes meanwhile.
 Shape legend: T slots, N active slots, K depths, F = T + K - 1, U slots whose token a query is fed, D documents.
 """
 
@@ -70,18 +70,18 @@ def make_plan(batch: Batch, depths: int) -> Plan:
     flat = torch.from_numpy(np.concatenate([part for group in parts for part in group]))
     indices = flat.to(batch.input_ids_T.device)
     views = iter(indices.split([len(part) for group in parts for part in group]))
-    fixed, rows, on_device, fed_rows, places = ([next(views) for _ in group] for group in parts)
-    active, label_slots, fed_U, on_device_bounds = fixed
+    fixed, rows, label_rows, fed_rows, places = ([next(views) for _ in group] for group in parts)
+    active, label_slots, fed_U, document_bounds = fixed
     return Plan(
         indices=indices,
         active_N=active,
         label_slots=label_slots,
         rows=rows,
-        labels=on_device,
+        labels=label_rows,
         planned_labels=[torch.from_numpy(own) for own in labels],
         fed_U=fed_U,
         fed_rows=fed_rows,
         places=places,
-        bounds=on_device_bounds,
+        bounds=document_bounds,
         lengths=lengths,
     )
