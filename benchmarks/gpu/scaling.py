@@ -5,7 +5,7 @@
     python benchmarks/gpu/scaling.py FOLDER --shape tiny --ranks 1 2    to see that it works; without a GPU, ranks are on the CPU
 
 Every rank runs the project's own loop (`eyas.drafting.training`) with its readers, global batch and sharding, on a head of random
-weights. Each rank computes 8,192 tokens a step, so that the global batch grows with the ranks.
+weights. Each rank computes as many packs of 8,192 tokens a step, so that the global batch grows with the ranks.
 
     efficiency   rate, by the rate of one rank with the same codec, by the ranks
     waiting      share of the time in which some rank had no batch
