@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import EyasError
-from eyas.files import atomic_file, start_writeback
+from eyas.files import atomic_file
 from eyas.store.codecs import (
     CHUNK_HEADER_BYTES,
     LosslessEncoder,
@@ -42,6 +42,7 @@ from eyas.store.format import (
     StoreSpec,
     row_key,
 )
+from eyas.store.newfile import NewFile
 
 try:
     from isal.isal_zlib import crc32  # the same numbers, in less time
@@ -52,6 +53,9 @@ _LIBVER = ("v110", "v110")
 _BLOSC_FILTER = 32001
 _ATTRIBUTE_BYTES = 1 << 20
 _WRITEBACK_BYTES = 32 << 20
+_GATHERED_BYTES = (
+    4 << 20
+)  # the kernel keeps a large write in large pieces, which a disk takes in fewer and larger requests
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1 << 20  # data of this size begin on a page, for mapping and for fast copies; chunks are smaller
 _REMEDY = "`eyas store verify` lists all damage; restore the file with `dvc checkout` or `dvc pull`, or extract again"
@@ -153,7 +157,7 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
     with atomic_file(path) as temporary:
         pages = {"alignment_threshold": _LARGE_BYTES, "alignment_interval": _PAGE_BYTES}
         with (
-            _FullDisk(temporary) as stream,
+            NewFile(temporary) as stream,
             h5py.File(stream, "w", libver=_LIBVER, track_order=False, **pages) as file,
         ):
             _create_datasets(file, spec, tokens)
@@ -175,7 +179,7 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
                 stream.check()
                 waiting += row.states.nbytes
                 if waiting >= _WRITEBACK_BYTES:
-                    start_writeback(stream.fileno())
+                    stream.start_writeback()
                     waiting = 0
             options: dict[str, Any] = {"track_times": False}
             file.create_dataset("input_ids", data=input_ids, **options)
@@ -184,57 +188,6 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
             for name, values in checksums.items():
                 file.create_dataset(name, data=values, **options)
         temporary.chmod(0o444)
-
-
-class _FullDisk:
-    """A new file for HDF5 to write, through h5py's driver for Python's files; a context manager that closes it.
-
-    HDF5 writes much of a file when it closes objects, and crashes where such a write fails. So a failed write is kept, what
-    HDF5 goes on to write is dropped, and the error is raised when HDF5 is done, or by `check`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._error: OSError | None = None
-        self._stream = path.open("w+b", buffering=0)
-        self.fileno, self.seek, self.tell = self._stream.fileno, self._stream.seek, self._stream.tell
-        self.read, self.readinto, self.flush = self._stream.read, self._stream.readinto, self._stream.flush
-
-    def write(self, data: memoryview) -> int:
-        """Write all of it where the file stands."""
-        view, position = memoryview(data).cast("B"), self.tell()
-        while len(view) and self._error is None:
-            count = self._kept(os.pwrite, self.fileno(), view, position)
-            view, position = view[count:], position + count
-        return memoryview(data).nbytes
-
-    def truncate(self, size: int) -> None:
-        """Set the file's size."""
-        self._kept(os.ftruncate, self.fileno(), size)
-
-    def _kept(self, call: Callable[..., Any], *arguments: Any) -> int:
-        try:
-            return call(*arguments) or 0
-        except OSError as error:
-            self._error = self._error or OSError(error.errno, error.strerror, str(self._path))
-            return 0
-
-    def check(self) -> None:
-        """Raise the error of a write.
-
-        Raises:
-            OSError: as the write did, such as for a full disk.
-        """
-        if self._error is not None:
-            raise self._error
-
-    def __enter__(self) -> _FullDisk:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stream.close()
-        if kind is None or not issubclass(kind, OSError):
-            self.check()
 
 
 class _ChunkWriter:
@@ -274,7 +227,7 @@ class _ChunkWriter:
 class _ContiguousWriter:
     """Writes rows past HDF5 to where the contiguous dataset lies: no copy in between."""
 
-    def __init__(self, file: h5py.File, stream: _FullDisk) -> None:
+    def __init__(self, file: h5py.File, stream: NewFile) -> None:
         file.flush()
         self._position: int = file["hidden_states"].id.get_offset()
         self._stream = stream
