@@ -46,6 +46,7 @@ SILENT = {
     "rich": "prints",
     "ruamel": "reads parameters",
     "safetensors": "writes a format that does not change",
+    "triton": "comes with torch, whose version decides",
 }
 
 
