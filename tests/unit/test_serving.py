@@ -378,3 +378,12 @@ def test_the_demo_names_what_is_wrong_with_a_server(checkout: Path) -> None:
         f"no server answers at {fake.url}; start one with `make serve PROFILE=tiny` in another terminal" in gone.output
     )
     assert "machine.endpoint" not in gone.output + told
+
+
+def test_a_benchmark_of_no_server_names_the_option(checkout: Path) -> None:
+    with FakeServer() as fake:
+        pass
+    gone = CliRunner().invoke(app, ["benchmark", "--endpoint", fake.url, "--profile", "tiny"])
+    assert gone.exit_code == 1
+    assert f"no server answers at {fake.url}; start one with `make serve PROFILE=tiny`" in gone.output
+    assert "machine" not in gone.output

@@ -65,13 +65,13 @@ def benchmark_command(
         raise EyasError(f"--name {name}: give a plain file name")
     from eyas.benchmark.endpoint import endpoint_metrics, serve_sets  # seconds of imports
     from eyas.benchmark.prompts import profile_prompts
-    from eyas.extraction.server import open_server
+    from eyas.serving.opening import opened
     from eyas.targets.resolve import open_target
 
     params, machine, data = load_profile(profile), load_machine(), Path("data") / profile
     directory, _ = open_target(params.target, data / "target.json")
+    server = opened(endpoint, profile, machine, params.target, directory)
     prompts = profile_prompts(data, directory, params.target, params.benchmark)
-    server = open_server(endpoint, machine, params.target, directory)
     at_a_time = concurrency or params.benchmark.concurrency[0]
     served = serve_sets(server, prompts, max_tokens=params.benchmark.max_tokens, concurrency=at_a_time, k=k)
     plain = _plain_answers(data / "benchmark" / "outputs.parquet")

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from eyas.errors import EyasError
-from eyas.params import Machine, TargetParams, load_machine, load_profile
-
-if TYPE_CHECKING:
-    from eyas.extraction.server import Server
+from eyas.params import load_machine, load_profile
 
 HOST, PORT = "127.0.0.1", 8000
 _ProfileOption = Annotated[str, typer.Option(metavar="PROFILE", help="Whose target and head.")]
@@ -53,13 +48,14 @@ def demo_command(
     one or Ctrl-D ends. Where there are no colours, accepted tokens stand in [brackets].
     """
     from eyas.serving.demo import marked, show_answer  # seconds of imports
+    from eyas.serving.opening import opened
     from eyas.targets.resolve import resolve_target
     from eyas.templates.chat import ChatTemplate
 
     params, machine = load_profile(profile), load_machine()
     target = params.target
     directory = resolve_target(target)
-    server = _opened(endpoint, profile, machine, target, directory)
+    server = opened(endpoint, profile, machine, target, directory)
     template = ChatTemplate(
         directory, trust_remote_code=target.trust_remote_code, variables=target.chat_template_kwargs
     )
@@ -77,22 +73,6 @@ def demo_command(
             )
         )
         out.print(count.line(), style="dim", end="\n\n")
-
-
-def _opened(endpoint: str, profile: str, machine: Machine, target: TargetParams, directory: Path) -> Server:
-    import openai
-
-    from eyas.extraction.server import open_server
-
-    try:
-        return open_server(endpoint, machine, target, directory)
-    except EyasError as error:
-        if isinstance(error.__cause__, openai.APIConnectionError):
-            raise EyasError(
-                f"no server answers at {endpoint}; start one with `make serve PROFILE={profile}` in another terminal and wait "
-                'for its "Application startup complete", or name another with --endpoint'
-            ) from error
-        raise EyasError(str(error).replace("machine.endpoint:", "--endpoint:", 1)) from error
 
 
 def _lines() -> Iterator[str]:
