@@ -1,4 +1,4 @@
-"""The loss's kernels (`eyas.drafting.kl_kernels`) by block and warps, against torch's compiler and what the memory allows.
+"""The loss's kernels (`eyas.drafting.kl_kernels`) by block and warps, against what the memory allows.
 
     python benchmarks/gpu/kl.py --out FILE
 
@@ -30,16 +30,6 @@ def microseconds(run: Callable[[], object]) -> float:
     return 1e3 * float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
 
 
-def formulas(
-    logits_MV: torch.Tensor, probabilities_MV: torch.Tensor, entropy_M: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kl_rows` of a CPU, for the compiler."""
-    dtype, logits_MV = logits_MV.dtype, logits_MV.float()
-    drafted_MV = torch.softmax(logits_MV, -1)
-    loss_M = torch.logsumexp(logits_MV, -1) - (probabilities_MV * logits_MV).sum(-1) - entropy_M
-    return loss_M, logits_MV.argmax(-1), ((drafted_MV - probabilities_MV) * weight).to(dtype)
-
-
 def bandwidth() -> float:
     """Bytes a microsecond that a copy on the device moves, read and written."""
     source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
@@ -64,14 +54,13 @@ def main() -> None:
             "teacher": microseconds(lambda: taught(teacher_MV, None)),
             "head": microseconds(lambda teacher=teacher: kl_rows(logits_MV, teacher, None, weight, True)),
         }
-    probabilities_MV = torch.softmax(teacher_MV.float(), -1)
-    compiled = torch.compile(formulas, dynamic=True)
-    found["torch's compiler"] = {"head": microseconds(lambda: compiled(logits_MV, probabilities_MV, weight, weight))}
     rate = bandwidth()
     row_bytes = logits_MV.nbytes
     found["bound"] = {"teacher": row_bytes / rate, "head": 3 * row_bytes / rate}
     write_report(arguments.out, None, {"rows": _ROWS, "columns": _COLUMNS, "microseconds": found})
-    print_table(("", "teacher, us", "head, us"), [[key, v.get("teacher"), v["head"]] for key, v in found.items()])
+    print_table(
+        ("configuration", "teacher, us", "head, us"), [[key, v["teacher"], v["head"]] for key, v in found.items()]
+    )
 
 
 if __name__ == "__main__":

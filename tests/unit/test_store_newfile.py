@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ _STEPS = st.lists(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_buffer() -> object:
+def small_buffer() -> Iterator[None]:
     before, newfile._GATHERED_BYTES = newfile._GATHERED_BYTES, 256
     yield
     newfile._GATHERED_BYTES = before
@@ -64,20 +66,19 @@ def test_gathered_writes_are_those_of_a_plain_file(steps: list[tuple[object, ...
         assert path.read_bytes() == (Path(name) / "plain").read_bytes()
 
 
-def test_a_failed_write_is_told_at_the_end_and_nothing_more_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match=r"No space left on device: .*new'"), NewFile(tmp_path / "new") as file:
-        file.write(memoryview(b"a" * 256))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
+def test_a_failed_write_is_told_at_the_end_and_nothing_more_is_written(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*new'"), NewFile(tmp_path / "new") as file:
+            file.write(memoryview(b"a" * 256))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
             file.seek(1000)
             assert file.write(memoryview(b"b" * 300)) == 300
-        with pytest.raises(OSError):
-            file.check()
-        file.seek(2000)
-        file.write(memoryview(b"c" * 600))
+            with pytest.raises(OSError):
+                file.check()
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            file.seek(2000)
+            file.write(memoryview(b"c" * 600))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "new").read_bytes() == b"a" * 256

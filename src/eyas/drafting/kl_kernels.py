@@ -1,7 +1,7 @@
-"""The rows of `eyas.drafting.kl` on a GPU, in Triton: a row of logits is read from memory once, its gradient takes its place.
+"""The rows of `eyas.drafting.kl` on a GPU, in Triton: the gradient takes the logits' place, and no probability is held.
 
-A row is walked twice by one program, and few programs share a multiprocessor, so that the second walk finds it in the cache. What
-torch's compiler makes of the same formulas reads and writes three times as much: it holds the teacher's probabilities in float32.
+One program walks a row twice: for its sums, and for the gradient. The teacher stays logits in the type that they came in, where
+torch's compiler wrote its probabilities in float32 and read them at each depth.
 
 Shape legend: C labels in a chunk, M rows in a chunk, V draft vocabulary.
 """

@@ -17,8 +17,7 @@ class NewFile:
 
     HDF5 writes much of a file when it closes objects, and crashes where such a write fails. So a failed write is kept, what
     HDF5 goes on to write is dropped, and the error is raised when HDF5 is done, or by `check`.
-    Small writes that follow each other, such as chunks of 90 KB, are gathered: the kernel keeps a large write in large pieces, which
-    take less of its time, and which a disk gets in fewer and larger requests.
+    Small writes that follow each other, such as chunks of 90 KB, are gathered, as the kernel spends less time on large ones.
     """
 
     def __init__(self, path: Path) -> None:

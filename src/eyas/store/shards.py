@@ -53,9 +53,6 @@ _LIBVER = ("v110", "v110")
 _BLOSC_FILTER = 32001
 _ATTRIBUTE_BYTES = 1 << 20
 _WRITEBACK_BYTES = 32 << 20
-_GATHERED_BYTES = (
-    4 << 20
-)  # the kernel keeps a large write in large pieces, which a disk takes in fewer and larger requests
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 1 << 20  # data of this size begin on a page, for mapping and for fast copies; chunks are smaller
 _REMEDY = "`eyas store verify` lists all damage; restore the file with `dvc checkout` or `dvc pull`, or extract again"
