@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
@@ -44,12 +45,22 @@ class LeanContext(SpawnContext):
     Process = _LeanProcess
 
 
-def process_pool(workers: int) -> ProcessPoolExecutor:
-    """A pool of processes for functions of importable modules; the thread that submits first must live as long as the pool.
+def _begin(parent: int, task: Callable[..., Any]) -> None:
+    """Start a pool's process; to take over ``task`` it has imported the task's module."""
+    die_with_parent(parent)
 
-    All of them start with the first task. Left to itself the executor starts one a task, from the thread that submits, while
-    another thread watches those that it knew of before: a process killed at that moment is not missed, and its task never ends.
+
+def process_pool(workers: int, task: Callable[..., Any]) -> ProcessPoolExecutor:
+    """A pool of processes; the thread that submits first must live as long as the pool.
+
+    All of them start with the first task, and import as they start what it needs, so that those that wait for work are ready for
+    it. Left to itself the executor starts one a task, from the thread that submits, while another thread watches those that it
+    knew of before: a process killed at that moment is not missed, and its task never ends.
+
+    Args:
+        workers: processes.
+        task: the function that they are to call, of an importable module.
     """
-    pool = ProcessPoolExecutor(workers, mp_context=LeanContext(), initializer=die_with_parent, initargs=(os.getpid(),))
+    pool = ProcessPoolExecutor(workers, mp_context=LeanContext(), initializer=_begin, initargs=(os.getpid(), task))
     pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]  # no public switch in Python 3.11 and 3.12
     return pool

@@ -69,7 +69,7 @@ def _examined(
         for chunk in everything:
             yield examine(chunk, params, index)
         return
-    with process_pool(workers) as pool:
+    with process_pool(workers, examine_apart) as pool:
         tasks = (pool.submit(examine_apart, chunk, params, prompts) for chunk in everything)
         try:
             ahead = deque(itertools.islice(tasks, workers * _CHUNKS_AHEAD))

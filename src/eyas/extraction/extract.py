@@ -173,7 +173,7 @@ def self_check(
 
 def _check_every(spool: RowSpool, spec: StoreSpec, rows: Sequence[TokenRow], workers: int) -> None:
     pieces = [rows[start : start + _ROWS_A_TASK] for start in range(0, len(rows), _ROWS_A_TASK)]
-    with Progress("checking rows", len(rows), "rows") as progress, process_pool(workers) as pool:
+    with Progress("checking rows", len(rows), "rows") as progress, process_pool(workers, check_rows) as pool:
         for future in [pool.submit(check_rows, spool, spec, piece) for piece in pieces]:
             progress.advance(future.result())
 

@@ -91,7 +91,7 @@ def verify_store(directory: Path, sample: int | None, workers: int) -> list[Dama
             (directory / manifest.shards[number].name, manifest.shards[number], manifest.spec.fingerprint, chosen)
             for number, chosen in tasks
         ]
-        with process_pool(workers) as pool:
+        with process_pool(workers, _check_rows) as pool:
             futures = [(pool.submit(_check_rows, *argument), len(argument[3])) for argument in arguments]
             for future, count in futures:
                 damages |= dict.fromkeys(future.result())

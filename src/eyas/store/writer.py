@@ -134,7 +134,7 @@ class Sealer:
 
     def _run(self) -> None:
         try:
-            with process_pool(min(self._workers, len(self._planned))) as pool:
+            with process_pool(min(self._workers, len(self._planned)), _build) as pool:
                 pool.submit(os.getpid)  # the processes start with the first task: let them start now
                 for planned in self._planned:
                     if not self._arrived(planned):
@@ -207,7 +207,7 @@ def publish(spool: RowSpool, out: Path, spec: StoreSpec, keys: Sequence[str], wo
                 progress.advance(_build(spool, spec, shard))
         else:
             try:
-                with process_pool(min(workers, len(left))) as pool:
+                with process_pool(min(workers, len(left)), _build) as pool:
                     for future in [pool.submit(_build, spool, spec, shard) for shard in left]:
                         progress.advance(future.result())
             except BrokenProcessPool:

@@ -127,7 +127,7 @@ def encode_batches(
             yield encode_responses(batch, encoding)
             advance(len(batch))
         return
-    with process_pool(workers) as pool:
+    with process_pool(workers, encode_responses) as pool:
         waiting: deque[tuple[Future[Encoded], int]] = deque()
 
         def first() -> Encoded:
