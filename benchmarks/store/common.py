@@ -115,11 +115,17 @@ def hand_over(
             future.result()
 
 
-def write_store(rows: SyntheticRows, spec: StoreSpec, folder: Path, workers: int) -> Path:
-    """Extraction into a store, as the project's connector and stage do it. Gives the published store."""
+def write_store(
+    rows: SyntheticRows, spec: StoreSpec, folder: Path, workers: int, start_engine: Callable[[], object] = lambda: None
+) -> Path:
+    """Extraction into a store, as the project's connector and stage do it. Gives the published store.
+
+    ``start_engine`` is called where the stage starts the engine: while the processes that write shards start.
+    """
     lengths = {row_key(spec.fingerprint, ids): len(ids) for ids in rows.ids}
     spool = RowSpool(folder / "work" / "rows", spec)
     with Sealer(spool, spec, lengths, workers) as sealer:
+        start_engine()
         hand_over(
             rows.count,
             lambda number, _: spool.write(rows.ids[number], rows.states(number)),
