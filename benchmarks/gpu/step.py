@@ -231,12 +231,12 @@ def main() -> None:
         for name in arguments.shapes:
             profile(name, arguments.shares[0])
         return
-    results = {
-        f"{name}, {share:.0%} supervised": measure(name, share, arguments.steps, arguments.rounds)
-        for name in arguments.shapes
-        for share in arguments.shares
-    }
-    write_report(arguments.out, Path(), {"results": results})
+    results: dict[str, dict[str, Any]] = {}
+    for name, share in itertools.product(arguments.shapes, arguments.shares):
+        results[f"{name}, {share:.0%} supervised"] = measure(name, share, arguments.steps, arguments.rounds)
+        write_report(
+            arguments.out, Path(), {"results": results}
+        )  # each time: a run that is cut short keeps what it has
     print_table(
         ("shape", "eyas tokens/s", "speculators", "ratio", "cosine"),
         [
