@@ -1,6 +1,7 @@
 """Does simulated chain drafting say what serving measures? The same head, the same prompts, the same greedy answers.
 
     python benchmarks/drafting/agreement.py smoke --out FILE        at the root of a checkout whose `train` has run
+    python benchmarks/drafting/agreement.py smoke --head FOLDER     another head for the same target: served and counted, no simulation
 
 Serves the profile's held-out prompts with vLLM and its trained head (greedy; the benchmark's length and drafts), takes the
 target's states on exactly these answers (transformers in float32, rounded to bfloat16 as the store has them), and walks the
@@ -46,8 +47,9 @@ from eyas.targets.resolve import open_target
 from eyas.templates.chat import ChatTemplate
 
 
-def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int) -> list[tuple[Prompt, Trace]]:
-    """Each held-out prompt, and the steps in which its answer was served."""
+def serve(params: Profile, data: Path, head: Path, work: Path, drafts: int) -> list[tuple[Prompt, Trace]]:
+    """Each held-out prompt, and the steps in which its answer was served with this head."""
+    machine = load_machine()
     directory, _ = open_target(params.target, data / "target.json")
     template = ChatTemplate(directory, variables=params.target.chat_template_kwargs)
     prompts = choose_prompts(
@@ -58,9 +60,7 @@ def serve(params: Profile, machine: Machine, data: Path, work: Path, drafts: int
         encode=template.prompt_ids,
         longest=params.target.max_model_len - params.benchmark.max_tokens,
     )
-    method = Method(
-        EAGLE3, drafts, {"method": "eagle3", "model": str(data / "draft_head"), "num_speculative_tokens": drafts}
-    )
+    method = Method(EAGLE3, drafts, {"method": "eagle3", "model": str(head), "num_speculative_tokens": drafts})
     work.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         directory, params.target, machine, prompts, params.benchmark.max_tokens, [8], work, work / "agreement.log"
@@ -116,30 +116,33 @@ def simulated(params: Profile, data: Path, pairs: list[tuple[Prompt, Trace]], dr
     return result.by_position, result.steps
 
 
-def agreement(profile: str) -> dict[str, Any]:
-    """Serve, simulate, compare; in the root of a checkout."""
+def agreement(profile: str, head: Path | None = None) -> dict[str, Any]:
+    """Serve, simulate, compare; in the root of a checkout. Another head than the profile's is only served."""
     params, data = load_profile(profile), Path("data") / profile
     drafts = min(max(params.benchmark.num_speculative_tokens), params.train.ttt_steps)
-    pairs = serve(params, load_machine(), data, Path(".work") / profile / "agreement", drafts)
+    pairs = serve(params, data, head or data / "draft_head", Path(".work") / profile / "agreement", drafts)
     by_position, steps = counted([trace for _, trace in pairs], drafts)
-    own, own_steps = simulated(params, data, pairs, drafts)
-    lengths = 1 + sum(by_position), 1 + sum(own)
-    return {
+    length = 1 + sum(by_position)
+    found = {
         "set": HELDOUT,
         "prompts": len(pairs),
         "tokens": sum(len(trace.token_ids) for _, trace in pairs),
-        "served": {"by_position": by_position, "length": lengths[0], "steps": steps},
-        "simulated": {"by_position": own, "length": lengths[1], "steps": own_steps},
-        "relative_difference": lengths[1] / lengths[0] - 1,
+        "served": {"by_position": by_position, "length": length, "steps": steps},
     }
+    if head is not None:
+        return found
+    own, own_steps = simulated(params, data, pairs, drafts)
+    simulation = {"by_position": own, "length": 1 + sum(own), "steps": own_steps}
+    return found | {"simulated": simulation, "relative_difference": (1 + sum(own)) / length - 1}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile")
+    parser.add_argument("--head", type=Path, help="a folder such as `long_run.py assemble` makes")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = agreement(arguments.profile)
+    found = agreement(arguments.profile, arguments.head)
     write_report(arguments.out, Path(), {"profile": arguments.profile} | found)
     print(json.dumps(found, indent=2))
 
