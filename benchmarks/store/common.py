@@ -285,8 +285,12 @@ class Measured:
     """Seconds of a ``with`` block, and what processor and disk did meanwhile; ended child processes count."""
 
     def __enter__(self) -> Measured:
-        self._disk, self._times, self._started = disk_bytes(), os.times(), time.perf_counter()
+        self.restart()
         return self
+
+    def restart(self) -> None:
+        """Forget what was so far."""
+        self._disk, self._times, self._started = disk_bytes(), os.times(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._started

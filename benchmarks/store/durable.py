@@ -46,7 +46,7 @@ def measure(variant: str, rows: SyntheticRows, folder: Path, workers: int, shard
 
     def start_engine() -> None:
         time.sleep(_ENGINE_START_SECONDS)
-        measured.__enter__()
+        measured.restart()
 
     def store() -> None:
         write_store(rows, store_spec(rows.hidden, variant, shard_mib), folder, workers, start_engine)
@@ -60,7 +60,7 @@ def measure(variant: str, rows: SyntheticRows, folder: Path, workers: int, shard
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()
-    with measured:  # of a store it starts again when the engine is up
+    with measured:  # a store's clock starts again when the engine is up
         writers[variant]()
         os.sync()
     states = rows.count * row_bytes(rows.hidden)
