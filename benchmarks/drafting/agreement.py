@@ -132,8 +132,9 @@ def agreement(profile: str, head: Path | None = None) -> dict[str, Any]:
     if head is not None:
         return found
     own, own_steps = simulated(params, data, pairs, drafts)
-    simulation = {"by_position": own, "length": 1 + sum(own), "steps": own_steps}
-    return found | {"simulated": simulation, "relative_difference": (1 + sum(own)) / length - 1}
+    own_length = 1 + sum(own)
+    simulation = {"by_position": own, "length": own_length, "steps": own_steps}
+    return found | {"simulated": simulation, "relative_difference": own_length / length - 1}
 
 
 def main() -> None:

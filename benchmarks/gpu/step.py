@@ -234,9 +234,8 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for name, share in itertools.product(arguments.shapes, arguments.shares):
         results[f"{name}, {share:.0%} supervised"] = measure(name, share, arguments.steps, arguments.rounds)
-        write_report(
-            arguments.out, Path(), {"results": results}
-        )  # each time: a run that is cut short keeps what it has
+        # each time: a run that is cut short keeps what it has
+        write_report(arguments.out, Path(), {"results": results})
     print_table(
         ("shape", "eyas tokens/s", "speculators", "ratio", "cosine"),
         [
