@@ -3,9 +3,10 @@
     python benchmarks/gpu/step.py --out FILE                both shapes, two masks
     python benchmarks/gpu/step.py --profile                 where the project's step spends its time
 
-Both take fp32 master weights, bf16 autocast, AdamW (fused), clipping at 1, 8,192 tokens in 8 documents, and three depths; speculators'
-forward is compiled and has its flex attention and fused loss, as its trainer runs it. Loss and gradients of the first batch are
-compared. The two take turns of so many steps without a pause; the median over the turns counts.
+All take fp32 master weights, bf16 autocast, AdamW (fused), clipping at 1, 8,192 tokens in 8 documents, and three depths; speculators'
+forward is compiled and has its flex attention and fused loss, as its trainer runs it. The project's is measured as it is, and with its
+largest products in float8. Loss and gradients of the first batch are compared. They take turns of so many steps without a pause; the
+median over the turns counts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from common import LAYERS, note, print_table, write_report
@@ -30,11 +32,13 @@ from speculators.losses import fused
 from training import SHAPES, Shape, make_model
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.forward import head_loss, trainable
+from eyas.drafting.gradients import Together
 from eyas.drafting.planning import Plan, make_plan
 
 _DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024
 _LR = 1e-5
+_RIVAL = "speculators"
 
 
 def make_batches(shape: Shape, share: float, count: int) -> list[Batch]:
@@ -60,10 +64,11 @@ def make_batches(shape: Shape, share: float, count: int) -> list[Batch]:
     ]
 
 
-def ours(model: Any) -> Callable[[Batch], torch.Tensor]:
+def ours(model: Any, float8: bool) -> Callable[[Batch], torch.Tensor]:
     """The project's step; a thread with a stream of its own plans a batch meanwhile for its next turn, as training does."""
     pool, copying = ThreadPoolExecutor(1), torch.cuda.Stream()
     plans: dict[int, Future[Plan]] = {}
+    together = Together(model, float8)
 
     def planned(batch: Batch) -> Plan:
         with torch.cuda.stream(copying):
@@ -77,8 +82,9 @@ def ours(model: Any) -> Callable[[Batch], torch.Tensor]:
         plan.indices.record_stream(torch.cuda.current_stream())
         plans[id(batch)] = pool.submit(planned, batch)
         with torch.autocast("cuda", torch.bfloat16):
-            states_KNH = draft_states(model, batch, plan, _DEPTHS)
-            return head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, True).loss
+            states_KNH = together.states(batch, plan, _DEPTHS)
+            rounded = together.rounded_head
+            return head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, True, rounded_head=rounded).loss
 
     return loss
 
@@ -135,22 +141,22 @@ def stepper(
 def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
     shape = SHAPES[name]
     batches = make_batches(shape, share, 4)
-    model = make_model(shape, torch.device("cuda"))
+    model, rounding = (make_model(shape, torch.device("cuda")) for _ in range(2))
     rival = make_model(shape, torch.device("cuda"), attention="simple_flex_attention")
-    rival.load_state_dict(model.state_dict())
-    variants = {"eyas": (model, ours(model)), "speculators": (rival, theirs(rival))}
-    found: dict[str, Any] = {}
-    same = [gradients(head, loss, batches[0]) for head, loss in variants.values()]
-    (one, first), (other, second) = same
-    cosines = [torch.nn.functional.cosine_similarity(first[n].flatten(), second[n].flatten(), 0).item() for n in first]
-    found["first_batch"] = {"loss": {"eyas": one, "speculators": other}, "least_gradient_cosine": min(cosines)}
-    del same, first, second
+    for other in (rounding, rival):
+        other.load_state_dict(model.state_dict())
+    variants = {
+        "eyas": (model, ours(model, False)),
+        "float8": (rounding, ours(rounding, True)),
+        _RIVAL: (rival, theirs(rival)),
+    }
+    found: dict[str, Any] = {"first_batch": compared(variants, batches[0])}
     runs = {
         key: stepper(
             head,
             loss,
             torch.optim.AdamW(trainable(head), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-            key == "eyas",
+            key != _RIVAL,
         )
         for key, (head, loss) in variants.items()
     }
@@ -162,7 +168,7 @@ def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step(batches[3])
-        # the other variant's weights and moments are held meanwhile, and are not its own
+        # the other variants' weights and moments are held meanwhile, and are not its own
         peaks[key] = (torch.cuda.max_memory_allocated() - held) / 2**30
     for _ in range(rounds):
         for key, step in runs.items():
@@ -175,20 +181,31 @@ def measure(name: str, share: float, steps: int, rounds: int) -> dict[str, Any]:
     slots = _DOCUMENTS * _LENGTH
     found["tokens_per_s"] = {key: slots / statistics.median(values) for key, values in seconds.items()}
     found["above_held_gib"] = peaks
-    found["ratio"] = found["tokens_per_s"]["eyas"] / found["tokens_per_s"]["speculators"]
+    rate = found["tokens_per_s"]
+    found["ratio"] = {key: rate[key] / rate[_RIVAL] for key in rate if key != _RIVAL}
     found["step_seconds"] = {key: [round(value, 5) for value in values] for key, values in seconds.items()}
-    note(
-        f"{name}, {share:.0%} supervised: {found['tokens_per_s']}, ratio {found['ratio']:.3f}, {found['first_batch']}, {peaks}"
-    )
+    note(f"{name}, {share:.0%} supervised: {rate}, ratios {found['ratio']}, {found['first_batch']}, {peaks}")
     return found
 
 
-def profile(name: str, share: float) -> None:
+def compared(variants: dict[str, tuple[Any, Callable[[Batch], torch.Tensor]]], batch: Batch) -> dict[str, Any]:
+    """Losses of a batch, and the least cosine of a weight's gradient with the rival's."""
+    losses, cosines = {}, {}
+    losses[_RIVAL], reference = gradients(*variants[_RIVAL], batch)
+    for key in (name for name in variants if name != _RIVAL):
+        losses[key], own = gradients(*variants[key], batch)
+        cosines[key] = min(
+            functional.cosine_similarity(own[n].flatten(), reference[n].flatten(), 0).item() for n in own
+        )
+    return {"loss": losses, "least_gradient_cosine": cosines}
+
+
+def profile(name: str, share: float, float8: bool) -> None:
     shape = SHAPES[name]
     model = make_model(shape, torch.device("cuda"))
     batch = make_batches(shape, share, 1)[0]
     optimizer = torch.optim.AdamW(trainable(model), lr=_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    step = stepper(model, ours(model), optimizer, True)
+    step = stepper(model, ours(model, float8), optimizer, True)
     for _ in range(3):
         step(batch)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -223,13 +240,13 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.6], help="supervised shares")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", nargs="?", const="bfloat16", choices=("bfloat16", "float8"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if arguments.profile:
         for name in arguments.shapes:
-            profile(name, arguments.shares[0])
+            profile(name, arguments.shares[0], arguments.profile == "float8")
         return
     results: dict[str, dict[str, Any]] = {}
     for name, share in itertools.product(arguments.shapes, arguments.shares):
@@ -237,15 +254,10 @@ def main() -> None:
         # each time: a run that is cut short keeps what it has
         write_report(arguments.out, Path(), {"results": results})
     print_table(
-        ("shape", "eyas tokens/s", "speculators", "ratio", "cosine"),
+        ("shape", "eyas tokens/s", "float8", _RIVAL, "ratio", "float8", "cosine", "float8"),
         [
-            [
-                key,
-                r["tokens_per_s"]["eyas"],
-                r["tokens_per_s"]["speculators"],
-                r["ratio"],
-                r["first_batch"]["least_gradient_cosine"],
-            ]
+            [key, *r["tokens_per_s"].values(), *r["ratio"].values()]
+            + [r["first_batch"]["least_gradient_cosine"][name] for name in r["ratio"]]
             for key, r in results.items()
         ],
     )

@@ -214,8 +214,9 @@ class TrainParams(_Section):
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(1.0, gt=0, le=1)
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
-    autocast: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="compute type; master weights stay float32"
+    autocast: Literal["float32", "bfloat16", "float8"] = Field(
+        "bfloat16",
+        description="compute type; master weights stay float32. `float8`: bfloat16, with the largest products in float8",
     )
     seed: int = 0
 

@@ -76,6 +76,12 @@ def test_two_ranks_train_as_one(
     _alike(alone, _train(folder, tmp_path, Machine.model_validate({"train_ranks": 2, "train_sharding": sharding})))
 
 
+def test_shards_train_as_one_in_float8(folder: Path, tmp_path: Path) -> None:
+    params = _PARAMS.model_copy(update={"autocast": "float8"})
+    alone = _train(folder, tmp_path / "alone", Machine(train_ranks=1), params)
+    _alike(alone, _train(folder, tmp_path / "shards", Machine(train_ranks=2, train_sharding="fsdp"), params))
+
+
 def test_a_killed_rank_ends_all_and_another_number_of_ranks_goes_on(
     folder: Path, alone: tuple[Training, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -132,6 +132,13 @@ def test_ten_resume_ten_is_twenty(
     assert _same(again, whole)
 
 
+def test_a_stop_changes_nothing_in_float8(folder: Path, stopped: Callable[..., str], tmp_path: Path) -> None:
+    params = _PARAMS.model_copy(update={"autocast": "float8"})
+    whole = _train(folder, tmp_path / "whole", params)
+    stopped(tmp_path / "parts", 10, params)
+    assert _same(_train(folder, tmp_path / "parts", params), whole)
+
+
 def test_a_damaged_checkpoint_is_passed_over(
     folder: Path, whole: _Result, stopped: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ E a projection's width, A auxiliary layers times hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eyas.drafting.data import Batch
 from eyas.drafting.flash import chain_attention, flash_serves
+from eyas.drafting.float8 import Float8Weight, linear
 from eyas.drafting.fused import on_device, take
 from eyas.drafting.kl import kl_rows, taught
 from eyas.drafting.planning import Plan
@@ -119,6 +120,7 @@ def _attend(
 
 
 _Fed = tuple[torch.Tensor, torch.Tensor]
+_Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class _LayerCache:
 
 def _layer(
     layer: Any,
+    linears: Sequence[_Linear],
     cache: _LayerCache | None,
     hidden: torch.Tensor,
     fed: list[_Fed] | None,
@@ -184,6 +187,7 @@ def _layer(
 
     Args:
         layer: of speculators' model; the first takes tokens beside the states.
+        linears: gate, up and down of its feed-forward part.
         cache: depth 0's, or None at depth 0 itself.
         hidden: [T, H] at depth 0, else [N, H].
         fed: for the first layer, by `_TokenShare.at`.
@@ -208,8 +212,9 @@ def _layer(
     # products stay outside of what is compiled, so that autocast converts a weight once for all depths
     attended = attention.o_proj(mixed)
     hidden, normed = on_device(_added, device)(layer.post_attention_layernorm, residual, attended)
-    gated = on_device(_gated, device)(layer.mlp.act_fn, layer.mlp.gate_proj(normed), layer.mlp.up_proj(normed))
-    return hidden + layer.mlp.down_proj(gated), cache
+    gate, up, down = linears
+    gated = on_device(_gated, device)(layer.mlp.act_fn, gate(normed), up(normed))
+    return hidden + down(gated), cache
 
 
 def _product(projection: Any, asked: torch.Tensor, fed: _Fed | None) -> torch.Tensor:
@@ -274,11 +279,16 @@ def _projected(model: Any, aux_TA: torch.Tensor) -> torch.Tensor:
     return projected
 
 
-def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
+def _feed_forward(mlp: Any, float8: bool) -> list[_Linear]:
+    linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return [linear(projection) for projection in linears] if float8 else linears
+
+
+def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int, float8: bool = False) -> torch.Tensor:
     """States that the output head reads, at active slots and every depth: [K, N, H], in the type of its product.
 
     Each depth is fed the text's own tokens and the state that the depth before gave: after the final norm where the head
-    has `norm_output`, before it otherwise, as vLLM does.
+    has `norm_output`, before it otherwise, as vLLM does. With ``float8`` the feed-forward part's products are in float8.
     """
     device = batch.aux_TA.device
     hidden = on_device(_projected, device)(model, batch.aux_TA)
@@ -288,6 +298,7 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
     # a second layer wants queries of all slots from the first
     fed_U = plan.fed_U if len(model.layers) == 1 and not plan.all_active else None
     share = _token_share(model.layers[0], model.embed_tokens(ids_F), fed_U)
+    linears = [_feed_forward(layer.mlp, float8) for layer in model.layers]
     outputs = []
     for depth in range(depths):
         if depth == 0:
@@ -301,7 +312,9 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int)
             queries = plan.active_N if depth == 0 and last and not plan.all_active else None
             window = model.sliding_window if index in model.sliding_window_indices else None
             own = fed if index == 0 else None
-            hidden, caches[index] = _layer(layer, caches[index], hidden, own, (cos, sin), plan, queries, window)
+            hidden, caches[index] = _layer(
+                layer, linears[index], caches[index], hidden, own, (cos, sin), plan, queries, window
+            )
         normed, asked = on_device(_asked, device)(model.norm, hidden, _compute_type(hidden))
         outputs.append(asked)
         hidden = normed if model.config.norm_output else hidden
@@ -363,6 +376,7 @@ def head_loss(
     decay: float,
     gradient: bool,
     label_counts_K: Sequence[int] | None = None,
+    rounded_head: Float8Weight | None = None,
 ) -> HeadLoss:
     """Loss of every depth against the target's own distribution over the draft vocabulary.
 
@@ -378,6 +392,7 @@ def head_loss(
         decay: weight of a depth by the one before.
         gradient: whether the loss is to be differentiated by the states.
         label_counts_K: labels that each depth's loss is the mean over, where the batch is a part of a step; default: its own.
+        rounded_head: the output head's weight, where products with it are to be in float8; the teacher's are not.
     """
     depths, active = states_KNH.shape[:2]
     device = states_KNH.device
@@ -417,7 +432,8 @@ def head_loss(
                 if not len(rows_M):
                     continue
                 chosen_M = None if len(labels_M) == len(teacher_CV) else labels_M
-                logits_MV = _logits(states_KNH[depth, rows_M].to(weight_VH.dtype), weight_VH)
+                states_MH = states_KNH[depth, rows_M].to(weight_VH.dtype)
+                logits_MV = rounded_head.forward(states_MH) if rounded_head else _logits(states_MH, weight_VH)
                 if loss_function is None:
                     loss_M, best_M, slope_MV = kl_rows(logits_MV, teacher, chosen_M, weights_K[depth], gradient)
                 else:
@@ -433,8 +449,10 @@ def head_loss(
                 draft_ids_KN[depth].index_copy_(0, rows_M, best_M)
                 hits_K[depth] += (best_M == best_C[labels_M]).sum()
                 if slope_MV is not None:
-                    pulled_MH = functional.linear(slope_MV, weight_VH.T).to(gradient_KNH.dtype)
-                    gradient_KNH[depth].index_copy_(0, rows_M, pulled_MH)
+                    pulled_MH = (
+                        rounded_head.backward(slope_MV) if rounded_head else functional.linear(slope_MV, weight_VH.T)
+                    )
+                    gradient_KNH[depth].index_copy_(0, rows_M, pulled_MH.to(gradient_KNH.dtype))
     value = (by_depth_K * decays_K).sum()
     if gradient:
         value = _Precomputed.apply(states_KNH, value, gradient_KNH)  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch import nn
 
 from eyas.drafting.data import Batch
+from eyas.drafting.float8 import Float8Weight, check_float8
 from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.planning import Plan
 from eyas.drafting.ranks import Ranks
@@ -28,12 +29,15 @@ class Together:
 
     sharded = False  # whether a rank has but a part of each weight
 
-    def __init__(self, model: Eagle3DraftModel) -> None:
+    def __init__(self, model: Eagle3DraftModel, float8: bool = False) -> None:
         self.model = model
+        self.rounded_head: Float8Weight | None = None
+        if float8:  # the output head is frozen
+            self.rounded_head = Float8Weight(model.lm_head.weight.detach().bfloat16())
 
     def states(self, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
         """`draft_states` for training, [K, N, H]."""
-        return draft_states(self.model, batch, plan, depths)
+        return draft_states(self.model, batch, plan, depths, self.rounded_head is not None)
 
     def before_backward(self, last: bool) -> None:
         """Say whether the backward pass that comes is the step's last."""
@@ -50,8 +54,8 @@ class Together:
 class Replicas(Together):
     """Every rank has all weights; a weight's gradient is summed as soon as the last backward pass has finished it."""
 
-    def __init__(self, model: Eagle3DraftModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: Eagle3DraftModel, float8: bool) -> None:
+        super().__init__(model, float8)
         self._last, self._pending = False, list[Any]()
         for weight in trainable(model):
             weight.register_post_accumulate_grad_hook(self._sum)
@@ -74,12 +78,12 @@ class Replicas(Together):
 class _Unit(nn.Module):
     """The whole head as one unit of FSDP, which gathers weights where a module is called."""
 
-    def __init__(self, model: Eagle3DraftModel) -> None:
+    def __init__(self, model: Eagle3DraftModel, float8: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._float8 = model, float8
 
     def forward(self, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
-        return draft_states(self.model, batch, plan, depths)
+        return draft_states(self.model, batch, plan, depths, self._float8)
 
 
 class Shards(Together):
@@ -87,14 +91,16 @@ class Shards(Together):
 
     sharded = True
 
-    def __init__(self, model: Eagle3DraftModel, device: torch.device, world: int) -> None:
-        super().__init__(model)
+    def __init__(self, model: Eagle3DraftModel, float8: bool, device: torch.device, world: int) -> None:
+        super().__init__(model, float8)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         frozen = {weight for weight in model.parameters() if not weight.requires_grad}
         mesh = init_device_mesh(device.type, (world,))
-        self._unit: Any = fully_shard(_Unit(model), mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        self._unit: Any = fully_shard(
+            _Unit(model, float8), mesh=mesh, reshard_after_forward=False, ignored_params=frozen
+        )
         self._unit.set_gradient_divide_factor(1.0)
         self._unit.set_force_sum_reduction_for_comms(True)
 
@@ -124,15 +130,18 @@ def together(
     """What fits the number of ranks.
 
     Raises:
-        EyasError: Muon with shards; it needs whole matrices.
+        EyasError: Muon with shards, for it needs whole matrices; float8 where it cannot be.
     """
+    float8 = params.autocast == "float8"
+    if float8:
+        check_float8(model, device)
     if ranks.world == 1:
-        return Together(model)
+        return Together(model, float8)
     if sharding == "ddp":
-        return Replicas(model)
+        return Replicas(model, float8)
     if params.optimizer == "muon":
         raise EyasError("train.optimizer muon needs whole matrices: set `train_sharding: ddp` in machine.yaml")
-    return Shards(model, device, ranks.world)
+    return Shards(model, float8, device, ranks.world)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

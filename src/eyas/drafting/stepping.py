@@ -42,8 +42,8 @@ class StepFigures:
 
 
 def autocast(params: TrainParams, device: torch.device) -> torch.autocast:
-    """The compute type of the head."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=params.autocast == "bfloat16")
+    """The compute type of the head; what is computed in float8 is chosen beside it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=params.autocast != "float32")
 
 
 def gradients(
@@ -79,7 +79,8 @@ def gradients(
         batch, plan = next(batches)
         with autocast(params, batch.input_ids_T.device):
             states_KNH = head.states(batch, plan, depths)
-            out = head_loss(head.model, states_KNH, batch, plan, params.loss, params.ttt_decay, True, label_counts_K)
+            loss, decay, rounded = params.loss, params.ttt_decay, head.rounded_head
+            out = head_loss(head.model, states_KNH, batch, plan, loss, decay, True, label_counts_K, rounded)
         head.before_backward(place == len(shares) - 1)
         (out.loss if share.counts else out.loss * 0.0).backward()
         if share.counts:
