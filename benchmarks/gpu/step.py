@@ -5,7 +5,7 @@
 
 All take fp32 master weights, bf16 autocast, AdamW (fused), clipping at 1, 8,192 tokens in 8 documents, and three depths; speculators'
 forward is compiled and has its flex attention and fused loss, as its trainer runs it. The project's is measured as it is, and with its
-largest products in float8. Loss and gradients of the first batch are compared. They take turns of so many steps without a pause; the
+feed-forward part in float8. Loss and gradients of the first batch are compared. They take turns of so many steps without a pause; the
 median over the turns counts.
 """
 
@@ -36,7 +36,7 @@ from eyas.drafting.forward import head_loss, trainable
 from eyas.drafting.gradients import Together
 from eyas.drafting.planning import Plan, make_plan
 
-_DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024
+DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024
 _LR = 1e-5
 _RIVAL = "speculators"
 
@@ -64,6 +64,12 @@ def make_batches(shape: Shape, share: float, count: int) -> list[Batch]:
     ]
 
 
+def planned_loss(together: Together, batch: Batch, plan: Plan) -> torch.Tensor:
+    """The project's loss of a planned batch."""
+    with torch.autocast("cuda", torch.bfloat16):
+        return head_loss(together.model, together.states(batch, plan, DEPTHS), batch, plan, "kl_div", 1.0, True).loss
+
+
 def ours(model: Any, float8: bool) -> Callable[[Batch], torch.Tensor]:
     """The project's step; a thread with a stream of its own plans a batch meanwhile for its next turn, as training does."""
     pool, copying = ThreadPoolExecutor(1), torch.cuda.Stream()
@@ -72,7 +78,7 @@ def ours(model: Any, float8: bool) -> Callable[[Batch], torch.Tensor]:
 
     def planned(batch: Batch) -> Plan:
         with torch.cuda.stream(copying):
-            plan = make_plan(batch, _DEPTHS)
+            plan = make_plan(batch, DEPTHS)
         copying.synchronize()
         return plan
 
@@ -81,10 +87,7 @@ def ours(model: Any, float8: bool) -> Callable[[Batch], torch.Tensor]:
         plan = ahead.result()
         plan.indices.record_stream(torch.cuda.current_stream())
         plans[id(batch)] = pool.submit(planned, batch)
-        with torch.autocast("cuda", torch.bfloat16):
-            states_KNH = together.states(batch, plan, _DEPTHS)
-            rounded = together.rounded_head
-            return head_loss(model, states_KNH, batch, plan, "kl_div", 1.0, True, rounded_head=rounded).loss
+        return planned_loss(together, batch, plan)
 
     return loss
 
@@ -92,7 +95,7 @@ def ours(model: Any, float8: bool) -> Callable[[Batch], torch.Tensor]:
 def theirs(model: Any) -> Callable[[Batch], torch.Tensor]:
     # torch's compiler refuses two kernels that share one list of configurations
     fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
-    arguments, _ = model.get_trainer_kwargs(loss_fn="kl_div", ttt_steps=_DEPTHS, ttt_step_loss_decay=1.0)
+    arguments, _ = model.get_trainer_kwargs(loss_fn="kl_div", ttt_steps=DEPTHS, ttt_step_loss_decay=1.0)
     documents = torch.arange(_DOCUMENTS, device="cuda").repeat_interleave(_LENGTH)[None]
 
     def loss(batch: Batch) -> torch.Tensor:

@@ -216,7 +216,7 @@ class TrainParams(_Section):
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = "kl_div"
     autocast: Literal["float32", "bfloat16", "float8"] = Field(
         "bfloat16",
-        description="compute type; master weights stay float32. `float8`: bfloat16, with the largest products in float8",
+        description="compute type; master weights stay float32. `float8`: bfloat16, with the feed-forward part's products in float8",
     )
     seed: int = 0
 

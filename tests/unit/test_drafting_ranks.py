@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks m
 
 
 def inputs(folder: Path, params: TrainParams, sharers: int) -> Inputs:
-    """Made anew in each rank."""
-    case = make_case(folder, rows=_ROWS)
+    """Made anew in each rank, which writes the target for itself: another one may be reading its own."""
+    case = make_case(folder / f"{os.getpid()}", rows=_ROWS)
     data = TrainingData(StoreReader(folder / "store"), case.rows[3:], case.rows[:3], workers=1)
     return Inputs(case.model, data, params, load_head(case.directory), 0.7)
 
@@ -78,8 +78,12 @@ def test_two_ranks_train_as_one(
 
 def test_shards_train_as_one_in_float8(folder: Path, tmp_path: Path) -> None:
     params = _PARAMS.model_copy(update={"autocast": "float8"})
-    alone = _train(folder, tmp_path / "alone", Machine(train_ranks=1), params)
-    _alike(alone, _train(folder, tmp_path / "shards", Machine(train_ranks=2, train_sharding="fsdp"), params))
+    alone, _ = _train(folder, tmp_path / "alone", Machine(train_ranks=1), params)
+    shards, _ = _train(folder, tmp_path / "shards", Machine(train_ranks=2, train_sharding="fsdp"), params)
+    for a, b in zip(alone.steps, shards.steps, strict=True):
+        # not as near as `_alike` has it: a sum that differs in its last bit may be rounded to another float8 number
+        assert a.loss == pytest.approx(b.loss, rel=2e-4)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=2e-3)
 
 
 def test_a_killed_rank_ends_all_and_another_number_of_ranks_goes_on(

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from eyas.drafting.data import Batch
 from eyas.drafting.flash import chain_attention, flash_serves
-from eyas.drafting.float8 import Float8Weight, linear
+from eyas.drafting.float8 import linear
 from eyas.drafting.fused import on_device, take
 from eyas.drafting.kl import kl_rows, taught
 from eyas.drafting.planning import Plan
@@ -376,7 +376,6 @@ def head_loss(
     decay: float,
     gradient: bool,
     label_counts_K: Sequence[int] | None = None,
-    rounded_head: Float8Weight | None = None,
 ) -> HeadLoss:
     """Loss of every depth against the target's own distribution over the draft vocabulary.
 
@@ -392,7 +391,6 @@ def head_loss(
         decay: weight of a depth by the one before.
         gradient: whether the loss is to be differentiated by the states.
         label_counts_K: labels that each depth's loss is the mean over, where the batch is a part of a step; default: its own.
-        rounded_head: the output head's weight, where products with it are to be in float8; the teacher's are not.
     """
     depths, active = states_KNH.shape[:2]
     device = states_KNH.device
@@ -433,7 +431,7 @@ def head_loss(
                     continue
                 chosen_M = None if len(labels_M) == len(teacher_CV) else labels_M
                 states_MH = states_KNH[depth, rows_M].to(weight_VH.dtype)
-                logits_MV = rounded_head.forward(states_MH) if rounded_head else _logits(states_MH, weight_VH)
+                logits_MV = _logits(states_MH, weight_VH)
                 if loss_function is None:
                     loss_M, best_M, slope_MV = kl_rows(logits_MV, teacher, chosen_M, weights_K[depth], gradient)
                 else:
@@ -449,9 +447,7 @@ def head_loss(
                 draft_ids_KN[depth].index_copy_(0, rows_M, best_M)
                 hits_K[depth] += (best_M == best_C[labels_M]).sum()
                 if slope_MV is not None:
-                    pulled_MH = (
-                        rounded_head.backward(slope_MV) if rounded_head else functional.linear(slope_MV, weight_VH.T)
-                    )
+                    pulled_MH = functional.linear(slope_MV, weight_VH.T)
                     gradient_KNH[depth].index_copy_(0, rows_M, pulled_MH.to(gradient_KNH.dtype))
     value = (by_depth_K * decays_K).sum()
     if gradient:

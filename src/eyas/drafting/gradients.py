@@ -16,7 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch import nn
 
 from eyas.drafting.data import Batch
-from eyas.drafting.float8 import Float8Weight, check_float8
+from eyas.drafting.float8 import check_float8
 from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.planning import Plan
 from eyas.drafting.ranks import Ranks
@@ -30,14 +30,11 @@ class Together:
     sharded = False  # whether a rank has but a part of each weight
 
     def __init__(self, model: Eagle3DraftModel, float8: bool = False) -> None:
-        self.model = model
-        self.rounded_head: Float8Weight | None = None
-        if float8:  # the output head is frozen
-            self.rounded_head = Float8Weight(model.lm_head.weight.detach().bfloat16())
+        self.model, self._float8 = model, float8
 
     def states(self, batch: Batch, plan: Plan, depths: int) -> torch.Tensor:
         """`draft_states` for training, [K, N, H]."""
-        return draft_states(self.model, batch, plan, depths, self.rounded_head is not None)
+        return draft_states(self.model, batch, plan, depths, self._float8)
 
     def before_backward(self, last: bool) -> None:
         """Say whether the backward pass that comes is the step's last."""

@@ -79,8 +79,7 @@ def gradients(
         batch, plan = next(batches)
         with autocast(params, batch.input_ids_T.device):
             states_KNH = head.states(batch, plan, depths)
-            loss, decay, rounded = params.loss, params.ttt_decay, head.rounded_head
-            out = head_loss(head.model, states_KNH, batch, plan, loss, decay, True, label_counts_K, rounded)
+            out = head_loss(head.model, states_KNH, batch, plan, params.loss, params.ttt_decay, True, label_counts_K)
         head.before_backward(place == len(shares) - 1)
         (out.loss if share.counts else out.loss * 0.0).backward()
         if share.counts:
