@@ -33,8 +33,9 @@ from eyas.benchmark.process import EngineProcess, Setting
 from eyas.benchmark.prompts import HELDOUT, Prompt, choose_prompts
 from eyas.drafting.acceptance import AcceptanceCounter, target_choice
 from eyas.drafting.data import TokenRow, by_key, to_batch
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
 from eyas.drafting.inputs import load_inputs
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
 from eyas.extraction.reference import reference_states
 from eyas.params import Machine, Profile, load_machine, load_profile

@@ -25,9 +25,10 @@ from torch.nn.functional import cosine_similarity
 
 from eyas.drafting.data import Batch, by_key
 from eyas.drafting.feeding import device_batches
-from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.global_batch import selected
 from eyas.drafting.inputs import load_inputs
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
 from eyas.drafting.ranks import training_device
 from eyas.params import Profile, TrainParams, load_machine, load_profile

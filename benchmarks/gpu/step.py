@@ -32,8 +32,9 @@ from speculators.losses import fused
 from training import SHAPES, Shape, make_model
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import head_loss, trainable
+from eyas.drafting.forward import trainable
 from eyas.drafting.gradients import Together
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import Plan, make_plan
 
 DEPTHS, _DOCUMENTS, _LENGTH = 3, 8, 1024

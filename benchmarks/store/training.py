@@ -53,7 +53,8 @@ from transformers import LlamaConfig
 
 from eyas.drafting.data import Batch
 from eyas.drafting.feeding import Planned, device_batches
-from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.forward import draft_states, trainable
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
 from eyas.store.batches import PackedBatches
 from eyas.store.reader import StoreReader

@@ -10,7 +10,8 @@ import torch
 
 from eyas.drafting.acceptance import AcceptanceCounter, TargetChoice, target_choice
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import Plan, make_plan
 from eyas.targets.head import load_head
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from eyas.drafting.data import TrainingData
 from eyas.drafting.float8 import Float8Weight, check_float8, linear, product, rounded, rounded_columns
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
 from eyas.drafting.training import fit
 from eyas.errors import EyasError

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-from eyas.drafting import forward
+from eyas.drafting import loss as loss_module
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import draft_states, head_loss, trainable
+from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.heads import export, make_head
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
 from eyas.params import DraftParams
 from eyas.targets.head import load_head
@@ -242,16 +243,16 @@ def test_no_logits_outlive_a_chunk_and_the_teacher_is_asked_once(
     batch = collate(case.rows)
     plan = make_plan(batch, 3)
     chunk = 7
-    monkeypatch.setitem(forward._CHUNK_BYTES, "cpu", chunk * 4 * SIZES.draft_vocab)
+    monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", chunk * 4 * SIZES.draft_vocab)
     asked = []
-    teacher, product = case.model.verifier_lm_head.weight, forward._logits
+    teacher, product = case.model.verifier_lm_head.weight, loss_module._logits
 
     def counted(states_MH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
         if weight_VH is teacher:
             asked.append(len(states_MH))
         return product(states_MH, weight_VH)
 
-    monkeypatch.setattr(forward, "_logits", counted)
+    monkeypatch.setattr(loss_module, "_logits", counted)
     states = draft_states(case.model, batch, plan, 3)
     case.model.verifier_lm_head.weight.data = case.model.lm_head.weight.data
     with _Largest(case.model.lm_head.weight) as largest:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.drafting.data import TokenRow, TrainingData
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
+from eyas.drafting.loss import head_loss
 from eyas.drafting.overfit import choose_lesson, greedy_length, judge, learn
 from eyas.drafting.planning import make_plan
 from eyas.errors import EyasError

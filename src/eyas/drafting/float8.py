@@ -118,9 +118,12 @@ def check_float8(model: Any, device: torch.device) -> None:
             "8.9 or later is needed; set train.autocast: bfloat16"
         )
     intermediate, hidden = model.layers[0].mlp.up_proj.weight.shape
-    for name, size in {"hidden size": hidden, "intermediate size": intermediate}.items():
+    for name, size, or_else in (
+        ("hidden size", hidden, ""),
+        ("intermediate size", intermediate, ", or another draft.intermediate_size"),
+    ):
         if size % _MULTIPLE:
             raise EyasError(
                 f"train.autocast float8: the head's {name} is {size}, which is no multiple of {_MULTIPLE}; set "
-                "train.autocast: bfloat16, or another draft.intermediate_size"
+                f"train.autocast: bfloat16{or_else}"
             )

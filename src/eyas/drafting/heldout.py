@@ -17,9 +17,10 @@ from eyas.console import Progress
 from eyas.drafting.acceptance import Acceptance, AcceptanceCounter, TargetChoice, target_choice
 from eyas.drafting.data import Batch, TrainingData, by_key
 from eyas.drafting.feeding import Planned, device_batches
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
 from eyas.drafting.global_batch import selected
 from eyas.drafting.gradients import Together
+from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import Plan
 from eyas.drafting.ranks import Ranks, training_device
 from eyas.drafting.stepping import autocast

@@ -16,7 +16,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eyas.console import Progress
 from eyas.drafting.data import Batch, TokenRow, TrainingData, by_key, to_batch
-from eyas.drafting.forward import draft_states, head_loss
+from eyas.drafting.forward import draft_states
+from eyas.drafting.loss import head_loss
 from eyas.drafting.optimizing import make_optimizers
 from eyas.drafting.planning import make_plan
 from eyas.drafting.stepping import autocast

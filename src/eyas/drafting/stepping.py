@@ -15,9 +15,9 @@ import torch
 
 from eyas.drafting.feeding import Planned
 from eyas.drafting.flops import pack_flops
-from eyas.drafting.forward import head_loss
 from eyas.drafting.global_batch import Share
 from eyas.drafting.gradients import Together, full
+from eyas.drafting.loss import head_loss
 from eyas.drafting.ranks import Ranks
 from eyas.params import TrainParams
 
