@@ -49,6 +49,7 @@ from common import (
     write_report,
 )
 
+from eyas.drafting.ranks import training_device
 from eyas.store.batches import PackedBatches
 from eyas.store.feed import BatchFeed
 from eyas.store.format import row_key
@@ -242,10 +243,9 @@ def measure_loader(
 def feeding(
     rows: SyntheticRows, places: dict[str, Path], plain: Path, count: int, arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    import torch
 
     tokens, repeats = arguments.tokens_per_batch, arguments.repeats
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     rows_by_key = token_rows(rows, store_spec(rows.hidden, "none", 1).fingerprint, 1)
     table = sample_table(rows, places["samples"], 1)
     order = random.Random(0).sample(range(count), count)

@@ -56,6 +56,7 @@ from eyas.drafting.feeding import Planned, device_batches
 from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.loss import head_loss
 from eyas.drafting.planning import make_plan
+from eyas.drafting.ranks import training_device
 from eyas.store.batches import PackedBatches
 from eyas.store.reader import StoreReader
 
@@ -280,7 +281,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = {name: measure(name, arguments, device) for name in arguments.shapes}
     write_report(arguments.out, arguments.folder, {"workers": arguments.workers, "results": results})

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
+import eyas.store.feed as feed_module
 from eyas.errors import EyasError
 from eyas.store.batches import PackedBatches
 from eyas.store.feed import BatchFeed, FedBatch
@@ -157,10 +159,32 @@ def test_work_is_shared_out(stores: dict[str, Path]) -> None:
         assert max(given) < 1.3 * min(given)
 
 
-@pytest.mark.parametrize("fault", ["flipped", "missing"])
-def test_damage_is_named_where_it_comes(stores: dict[str, Path], tmp_path: Path, fault: str) -> None:
+def test_the_disk_begins_with_all_that_waits_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    log: list[str] = []
+
+    def read(shards: object, buffer: object, piece: SimpleNamespace) -> None:
+        log.append(f"read {piece.name}")
+        if piece.name == "a":
+            ours.send(SimpleNamespace(name="c", slot=0))
+        if piece.name == "c":
+            ours.close()
+
+    monkeypatch.setattr(feed_module, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(feed_module, "_prefetch", lambda shards, piece: log.append(f"prefetch {piece.name}"))
+    monkeypatch.setattr(feed_module, "_read", read)
+    for name in "ab":
+        ours.send(SimpleNamespace(name=name, slot=0))
+    feed_module._serve(theirs, 0, None, SimpleNamespace(map=lambda file: None), [os.devnull])  # type: ignore[arg-type]
+    theirs.close()
+    assert log == ["prefetch a", "prefetch b", "read a", "prefetch c", "read b", "read c"]
+
+
+@pytest.mark.parametrize(("codec", "fault"), [("none", "flipped"), ("none", "missing"), ("lossless", "missing")])
+def test_damage_is_named_where_it_comes(stores: dict[str, Path], tmp_path: Path, codec: str, fault: str) -> None:
     store = tmp_path / "store"
-    shutil.copytree(stores["none"], store)
+    shutil.copytree(stores[codec], store)
     plan = plan_of(store, 300)
     position = len(plan) // 2
     key = plan[position].keys[0]

@@ -21,7 +21,7 @@ from eyas.errors import EyasError
 from eyas.store.codecs import decode_fp8, encode_fp8
 from eyas.store.format import StoreSpec, row_key
 from eyas.store.reader import StoreReader
-from eyas.store.shards import StoredRow, checksum, stored_row, write_shard
+from eyas.store.shards import ShardFile, StoredRow, checksum, stored_row, write_shard
 from eyas.store.spool import RowSpool
 from eyas.store.writer import Sealer, publish
 
@@ -288,6 +288,40 @@ def test_none_can_be_mapped_into_memory(tmp_path: Path) -> None:
         states = file["hidden_states"]
         mapped = np.memmap(path, "<u2", "r", states.id.get_offset(), states.shape)
     assert np.array_equal(mapped[: len(rows[0][0])], rows[0][1])
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+def test_prefetching_asks_for_every_chunk_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    spec = StoreSpec((1, 3), 1024, codec, IDENTITY, 4)
+    spool = RowSpool(tmp_path / "rows", spec)
+    publish(spool, tmp_path / "store", spec, fill(spool, [make_row(number, 200, spec) for number in range(4)]))
+    [path] = (tmp_path / "store").glob("*.h5")
+    asked: set[int] = set()
+
+    def advise(_: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        assert length <= 128 << 10  # of a longer one Linux leaves out what a disk does not take in one request
+        asked.update(range(offset, offset + length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with ShardFile(path) as shard, h5py.File(path) as file:
+        shard.prefetch(1)
+        if codec == "none":
+            assert not asked
+            return
+        states = file["hidden_states"].id
+        chunks = [states.get_chunk_info(number) for number in range(states.get_num_chunks())]
+        tokens = file["hidden_states"].chunks[0]
+        first, end = shard.offsets[1], shard.offsets[2]
+        own = [chunk for chunk in chunks if first - tokens < chunk.chunk_offset[0] < end]
+        assert len(own) == 2 * 4  # rows of 200 tokens, chunks of 64
+        wanted = {byte for chunk in own for byte in range(chunk.byte_offset, chunk.byte_offset + chunk.size)}
+        assert wanted <= asked
+        assert len(asked) < len(wanted) + (128 << 10)
+        shard._chunks[int(first) // tokens * tokens, 0, 0] = (1 << 62, 1 << 40, 0)  # damage: a chunk far past the end
+        asked.clear()
+        shard.prefetch(1)
+        assert len(asked) <= path.stat().st_size + (128 << 10)
 
 
 def test_the_format_document_reads_a_store_with_h5py_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,6 +112,13 @@ def _read(shards: OpenShards, buffer: _Buffer, piece: _Piece) -> EyasError | Non
     return None
 
 
+def _prefetch(shards: OpenShards, piece: _Piece) -> None:
+    """Let the disk begin with a piece; what is wrong with it, `_read` says when its turn has come."""
+    with suppress(EyasError, OSError):
+        for row in piece.rows:
+            shards.find(row).prefetch(row.row)
+
+
 def _serve(connection: Connection, parent: int, shards: OpenShards, layout: _Layout, paths: Sequence[str]) -> None:
     """A reading process: piece after piece, until the feed closes the connection."""
     die_with_parent(parent)
@@ -119,9 +127,13 @@ def _serve(connection: Connection, parent: int, shards: OpenShards, layout: _Lay
     for path in paths:
         with FileIO(path, "r+") as file:
             buffers.append(layout.map(file))
+    waiting: deque[_Piece] = deque()
     with suppress(EOFError, ConnectionError):
         while True:
-            piece: _Piece = connection.recv()
+            while not waiting or connection.poll():
+                waiting.append(connection.recv())
+                _prefetch(shards, waiting[-1])
+            piece = waiting.popleft()
             connection.send(_read(shards, buffers[piece.slot], piece))
 
 

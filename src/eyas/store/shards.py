@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ _BLOSC_FILTER = 32001
 _ATTRIBUTE_BYTES = 1 << 20
 _WRITEBACK_BYTES = 32 << 20
 _PAGE_BYTES = 4096
+_ADVICE_BYTES = 128 << 10  # for one advice Linux reads no more than the disk takes in one request
 _LARGE_BYTES = 1 << 20  # data of this size begin on a page, for mapping and for fast copies; chunks are smaller
 _REMEDY = "`eyas store verify` lists all damage; restore the file with `dvc checkout` or `dvc pull`, or extract again"
 
@@ -399,6 +401,21 @@ class ShardFile:
                 raise OSError("the file ends too early")
             done += count
 
+    def prefetch(self, row: int) -> None:
+        """Let the disk begin with a row in chunks, which HDF5 would ask for one by one; waits only while its queue is full.
+
+        Raises:
+            DamageError: the row's chunks are not there.
+        """
+        if self.codec != "lossless":  # read in one piece, which the kernel reads ahead by itself
+            return
+        with _reading(self.path, self.keys[row], "hidden_states"):
+            chunks = self._chunks_of(int(self.offsets[row]), int(self.offsets[row + 1]))
+            places = [self._chunks_noted()[chunk][:2] for chunk in chunks]
+            end = min(sum(max(places)), os.fstat(self._descriptor).st_size)  # damage may lead past it
+            for position in range(min(places)[0], end, _ADVICE_BYTES):
+                os.posix_fadvise(self._descriptor, position, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+
     def read_into(self, row: int, hidden_TLH: Hidden, input_ids: Ids, verify: bool = True) -> None:
         """Read one row into buffers of exactly its shape (C-contiguous).
 
@@ -426,17 +443,24 @@ class ShardFile:
 
     def _check_chunks(self, start: int, end: int) -> None:
         """Compare chunks' own headers with what they must say: the filter believes them, and would read past their end."""
+        words = self._states.chunks[0] * self.hidden_size
+        for chunk in self._chunks_of(start, end):
+            offset, size, mask = self._chunks_noted()[chunk]
+            header = os.pread(self._descriptor, CHUNK_HEADER_BYTES, offset)
+            header += os.pread(self._descriptor, 4, offset + CHUNK_HEADER_BYTES + words)
+            if mask or not is_whole_chunk(header, size, words):
+                raise ValueError(f"the chunk of token {chunk[0]}, layer {chunk[1]} is not one of this codec")
+
+    def _chunks_of(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The chunks that have these tokens, by where each begins in the dataset, in the file's order."""
+        tokens = self._states.chunks[0]
+        return product(range(start - start % tokens, end, tokens), range(self.layers), (0,))
+
+    def _chunks_noted(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
+        """Offset in the file, bytes and filter mask of each chunk."""
         if not self._chunks:
             self._states.id.chunk_iter(self._note_chunk)
-        tokens = self._states.chunks[0]
-        for first in range(start - start % tokens, end, tokens):
-            for layer in range(self.layers):
-                offset, size, mask = self._chunks[first, layer, 0]
-                words = tokens * self.hidden_size
-                header = os.pread(self._descriptor, CHUNK_HEADER_BYTES, offset)
-                header += os.pread(self._descriptor, 4, offset + CHUNK_HEADER_BYTES + words)
-                if mask or not is_whole_chunk(header, size, words):
-                    raise ValueError(f"the chunk of token {first}, layer {layer} is not one of this codec")
+        return self._chunks
 
     def _note_chunk(self, chunk: Any) -> None:
         self._chunks[tuple(chunk.chunk_offset)] = chunk.byte_offset, chunk.size, chunk.filter_mask
