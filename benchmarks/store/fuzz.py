@@ -753,6 +753,7 @@ def exercise(folder: Path, shard: str, truth: Truth, another_manifest: bool) -> 
     def read_shard() -> None:
         with ShardFile(folder / shard) as file:
             for row, key in enumerate(file.keys):
+                file.prefetch(row)
                 _compare(truth, key, *file.read(row))
 
     def check_shards() -> None:
