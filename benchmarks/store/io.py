@@ -49,7 +49,6 @@ from common import (
     write_report,
 )
 
-from eyas.drafting.ranks import training_device
 from eyas.store.batches import PackedBatches
 from eyas.store.feed import BatchFeed
 from eyas.store.format import row_key
@@ -243,6 +242,7 @@ def measure_loader(
 def feeding(
     rows: SyntheticRows, places: dict[str, Path], plain: Path, count: int, arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
+    from eyas.drafting.ranks import training_device
 
     tokens, repeats = arguments.tokens_per_batch, arguments.repeats
     device = training_device()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
+from eyas.drafting import loss as loss_module
 from eyas.drafting.forward import draft_states, trainable
 from eyas.drafting.heads import make_head
 from eyas.drafting.loss import head_loss
@@ -69,7 +70,7 @@ def test_chunks_do_not_change_the_loss(tmp_path: Path, monkeypatch: pytest.Monke
     plan = make_plan(batch, 3)
     results = []
     for size in (1 << 30, 4 * SIZES.draft_vocab * 7):
-        monkeypatch.setitem(__import__("eyas.drafting.loss", fromlist=["x"])._CHUNK_BYTES, "cpu", size)
+        monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", size)
         states = draft_states(case.model, batch, plan, 3).detach().requires_grad_()
         out = head_loss(case.model, states, batch, plan, "kl_div", 0.9, True)
         out.loss.backward()

@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
-import eyas.store.feed as feed_module
 from eyas.errors import EyasError
 from eyas.store.batches import PackedBatches
-from eyas.store.feed import BatchFeed, FedBatch
+from eyas.store.feed import BatchFeed, FedBatch, _Piece, _pieces
 from eyas.store.format import StoreSpec
 from eyas.store.reader import StoreReader
 from eyas.store.shards import DamageError
@@ -159,26 +157,33 @@ def test_work_is_shared_out(stores: dict[str, Path]) -> None:
         assert max(given) < 1.3 * min(given)
 
 
-def test_the_disk_begins_with_all_that_waits_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_begins_with_all_that_waits_before_the_first_is_read(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    advise = os.posix_fadvise
+
+    def noted(descriptor: int, offset: int, length: int, advice: int) -> None:
+        asked.append(offset)
+        advise(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noted)
     ours, theirs = multiprocessing.Pipe()
-    log: list[str] = []
-
-    def read(shards: object, buffer: object, piece: SimpleNamespace) -> None:
-        log.append(f"read {piece.name}")
-        if piece.name == "a":
-            ours.send(SimpleNamespace(name="c", slot=0))
-        if piece.name == "c":
-            ours.close()
-
-    monkeypatch.setattr(feed_module, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(feed_module, "_prefetch", lambda shards, piece: log.append(f"prefetch {piece.name}"))
-    monkeypatch.setattr(feed_module, "_read", read)
-    for name in "ab":
-        ours.send(SimpleNamespace(name=name, slot=0))
-    feed_module._serve(theirs, 0, None, SimpleNamespace(map=lambda file: None), [os.devnull])  # type: ignore[arg-type]
-    theirs.close()
-    assert log == ["prefetch a", "prefetch b", "read a", "prefetch c", "read b", "read c"]
+    with StoreReader(stores["lossless"]) as reader, theirs:
+        rows = [reader.row(key) for key in reader.keys[:3]]
+        given = [_Piece(0, 0, (row,)) for row in rows]
+        for piece in given[:2]:
+            ours.send(piece)
+        pieces = _pieces(theirs, reader.shards)
+        assert next(pieces) == given[0]
+        assert len(asked) == 2  # a row of this size is one piece of advice
+        ours.send(given[2])
+        assert next(pieces) == given[1]
+        assert len(asked) == 3
+        assert next(pieces) == given[2]
+        ours.close()
+        with pytest.raises(EOFError):
+            next(pieces)
 
 
 @pytest.mark.parametrize(("codec", "fault"), [("none", "flipped"), ("none", "missing"), ("lossless", "missing")])

@@ -318,7 +318,12 @@ def test_prefetching_asks_for_every_chunk_of_a_row(tmp_path: Path, monkeypatch: 
         wanted = {byte for chunk in own for byte in range(chunk.byte_offset, chunk.byte_offset + chunk.size)}
         assert wanted <= asked
         assert len(asked) < len(wanted) + (128 << 10)
-        shard._chunks[int(first) // tokens * tokens, 0, 0] = (1 << 62, 1 << 40, 0)  # damage: a chunk far past the end
+        assert shard._chunks is not None
+        shard._chunks._places[int(first) // tokens * tokens, 0, 0] = (
+            1 << 62,
+            1 << 40,
+            0,
+        )  # damage: a chunk far past the end
         asked.clear()
         shard.prefetch(1)
         assert len(asked) <= path.stat().st_size + (128 << 10)

@@ -145,7 +145,7 @@ def _token_share(layer: Any, embeds_FH: torch.Tensor, asked_U: torch.Tensor | No
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     dtype = compute_type(embeds_FH)
     halves = [projection.weight.to(dtype).split(embeds_FH.shape[1], 1) for projection in projections]
-    normed_FH = on_device(normed, device)(layer.input_layernorm, embeds_FH, dtype)
+    normed_FH = on_device(normed_as, device)(layer.input_layernorm, embeds_FH, dtype)
     inputs = [normed_FH if asked_U is None else take(normed_FH, asked_U), normed_FH, normed_FH]
     queries, keys, values = (
         functional.linear(fed, own, projection.bias)
@@ -250,7 +250,7 @@ def _rotated(x_hTd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def _added(norm: Any, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and its norm as products take it."""
     hidden = residual + attended
-    return hidden, normed(norm, hidden, attended.dtype)
+    return hidden, normed_as(norm, hidden, attended.dtype)
 
 
 def _gated(activation: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def draft_states(model: Eagle3DraftModel, batch: Batch, plan: Plan, depths: int,
     return torch.stack(outputs)
 
 
-def normed(norm: Any, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def normed_as(norm: Any, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The norm of states, in the type of a product."""
     normed: torch.Tensor = norm(hidden).to(dtype)
     return normed

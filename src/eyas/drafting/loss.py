@@ -16,7 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn import functional
 
 from eyas.drafting.data import Batch
-from eyas.drafting.forward import compute_type, normed
+from eyas.drafting.forward import compute_type, normed_as
 from eyas.drafting.fused import on_device
 from eyas.drafting.kl import kl_rows, taught
 from eyas.drafting.planning import Plan
@@ -111,7 +111,7 @@ def head_loss(
     with torch.no_grad():
         for number, first in enumerate(range(0, total, chunk)):
             final_CH = batch.final_TH[plan.label_slots[first : first + chunk]].float()
-            asked_CH = on_device(normed, device)(model.verifier_norm, final_CH, teacher_VH.dtype)
+            asked_CH = on_device(normed_as, device)(model.verifier_norm, final_CH, teacher_VH.dtype)
             teacher_CV = _logits(asked_CH, teacher_VH)
             if loss_function is None:
                 teacher = taught(teacher_CV, cap)

@@ -119,6 +119,16 @@ def _prefetch(shards: OpenShards, piece: _Piece) -> None:
             shards.find(row).prefetch(row.row)
 
 
+def _pieces(connection: Connection, shards: OpenShards) -> Iterator[_Piece]:
+    """The pieces that the feed gives; before one is read, the disk has begun with all that wait behind it."""
+    waiting: deque[_Piece] = deque()
+    while True:
+        while not waiting or connection.poll():
+            waiting.append(connection.recv())
+            _prefetch(shards, waiting[-1])
+        yield waiting.popleft()
+
+
 def _serve(connection: Connection, parent: int, shards: OpenShards, layout: _Layout, paths: Sequence[str]) -> None:
     """A reading process: piece after piece, until the feed closes the connection."""
     die_with_parent(parent)
@@ -127,13 +137,8 @@ def _serve(connection: Connection, parent: int, shards: OpenShards, layout: _Lay
     for path in paths:
         with FileIO(path, "r+") as file:
             buffers.append(layout.map(file))
-    waiting: deque[_Piece] = deque()
     with suppress(EOFError, ConnectionError):
-        while True:
-            while not waiting or connection.poll():
-                waiting.append(connection.recv())
-                _prefetch(shards, waiting[-1])
-            piece = waiting.popleft()
+        for piece in _pieces(connection, shards):
             connection.send(_read(shards, buffers[piece.slot], piece))
 
 

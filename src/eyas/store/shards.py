@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,8 @@ from numpy.typing import NDArray
 
 from eyas.errors import EyasError
 from eyas.files import atomic_file
-from eyas.store.codecs import (
-    CHUNK_HEADER_BYTES,
-    LosslessEncoder,
-    chunk_tokens,
-    decode_fp8,
-    encode_fp8,
-    is_whole_chunk,
-    unrotate_in_place,
-)
+from eyas.store.chunks import Chunks, ChunkWriter
+from eyas.store.codecs import chunk_tokens, decode_fp8, encode_fp8, unrotate_in_place
 from eyas.store.format import (
     CODECS,
     FORMAT_VERSION,
@@ -55,7 +47,6 @@ _BLOSC_FILTER = 32001
 _ATTRIBUTE_BYTES = 1 << 20
 _WRITEBACK_BYTES = 32 << 20
 _PAGE_BYTES = 4096
-_ADVICE_BYTES = 128 << 10  # for one advice Linux reads no more than the disk takes in one request
 _LARGE_BYTES = 1 << 20  # data of this size begin on a page, for mapping and for fast copies; chunks are smaller
 _REMEDY = "`eyas store verify` lists all damage; restore the file with `dvc checkout` or `dvc pull`, or extract again"
 
@@ -161,7 +152,7 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
         ):
             _create_datasets(file, spec, tokens)
             file.attrs.update(_attributes(spec))
-            write = _ChunkWriter(file) if spec.codec == "lossless" else _ContiguousWriter(file, stream)
+            write = ChunkWriter(file["hidden_states"]) if spec.codec == "lossless" else _ContiguousWriter(file, stream)
             waiting = 0
             for number, key in enumerate(keys):
                 row = source(key)
@@ -187,40 +178,6 @@ def write_shard(path: Path, spec: StoreSpec, keys: Sequence[str], lengths: Seque
             for name, values in checksums.items():
                 file.create_dataset(name, data=values, **options)
         temporary.chmod(0o444)
-
-
-class _ChunkWriter:
-    """Gathers rows into chunks, so that each is compressed once, and writes them past HDF5's own filter."""
-
-    def __init__(self, file: h5py.File) -> None:
-        self._dataset = file["hidden_states"]
-        self._encode = LosslessEncoder()
-        tokens, _, _ = self._dataset.chunks
-        self._chunk_LTH = np.zeros((self._dataset.shape[1], tokens, self._dataset.shape[2]), np.uint16)
-        self._written = self._filled = 0
-
-    def __call__(self, states_TLH: NDArray[Any]) -> None:
-        """Append a row; the last one of the dataset is written out at once, its chunk filled up with zeros."""
-        tokens = self._chunk_LTH.shape[1]
-        done = 0
-        while done < len(states_TLH):
-            count = min(len(states_TLH) - done, tokens - self._filled)
-            piece_LTH = states_TLH[done : done + count].swapaxes(0, 1)
-            done += count
-            if count == tokens:
-                self._write(piece_LTH, tokens)
-                continue
-            self._chunk_LTH[:, self._filled : self._filled + count] = piece_LTH
-            self._filled += count
-            if self._filled == tokens or self._written + self._filled == len(self._dataset):
-                self._chunk_LTH[:, self._filled :] = 0
-                self._write(self._chunk_LTH, self._filled)
-                self._filled = 0
-
-    def _write(self, chunk_LTH: NDArray[np.uint16], tokens: int) -> None:
-        for layer, words_TH in enumerate(chunk_LTH):
-            self._dataset.id.write_direct_chunk((self._written, layer, 0), self._encode(words_TH))
-        self._written += tokens
 
 
 class _ContiguousWriter:
@@ -316,7 +273,7 @@ class ShardFile:
             # a contiguous dataset is read past HDF5, straight into the caller's buffer
             self._data_offset: int | None = None if self.codec == "lossless" else self._states.id.get_offset()
             self._descriptor = self._file.id.get_vfd_handle()
-            self._chunks: dict[tuple[int, ...], tuple[int, int, int]] = {}
+            self._chunks = Chunks(self._states, self._descriptor) if self.codec == "lossless" else None
         if self.codec == "fp8":
             with _reading(self.path, None, "scales"):
                 self._scales = self._dataset("scales", shape[:2], "<f4")
@@ -404,17 +361,14 @@ class ShardFile:
     def prefetch(self, row: int) -> None:
         """Let the disk begin with a row in chunks, which HDF5 would ask for one by one; waits only while its queue is full.
 
+        A contiguous row is read in one piece, which the kernel reads ahead by itself.
+
         Raises:
             DamageError: the row's chunks are not there.
         """
-        if self.codec != "lossless":  # read in one piece, which the kernel reads ahead by itself
-            return
-        with _reading(self.path, self.keys[row], "hidden_states"):
-            chunks = self._chunks_of(int(self.offsets[row]), int(self.offsets[row + 1]))
-            places = [self._chunks_noted()[chunk][:2] for chunk in chunks]
-            end = min(sum(max(places)), os.fstat(self._descriptor).st_size)  # damage may lead past it
-            for position in range(min(places)[0], end, _ADVICE_BYTES):
-                os.posix_fadvise(self._descriptor, position, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+        if self._chunks is not None:
+            with _reading(self.path, self.keys[row], "hidden_states"):
+                self._chunks.prefetch(int(self.offsets[row]), int(self.offsets[row + 1]))
 
     def read_into(self, row: int, hidden_TLH: Hidden, input_ids: Ids, verify: bool = True) -> None:
         """Read one row into buffers of exactly its shape (C-contiguous).
@@ -432,38 +386,14 @@ class ShardFile:
             hidden_TLH[...] = decode_fp8(code_TLH, scale_TL)
             return
         with _reading(self.path, key, "hidden_states"):
-            if self.codec == "lossless":
-                self._check_chunks(start, end)
+            if self._chunks is not None:
+                self._chunks.check(start, end)
                 self._states.read_direct(hidden_TLH, np.s_[start:end])
                 unrotate_in_place(hidden_TLH)
             else:
                 self._read_contiguous(start, hidden_TLH)
         if verify:
             self._check(row, "hidden_states", "hidden_crc32", hidden_TLH)
-
-    def _check_chunks(self, start: int, end: int) -> None:
-        """Compare chunks' own headers with what they must say: the filter believes them, and would read past their end."""
-        words = self._states.chunks[0] * self.hidden_size
-        for chunk in self._chunks_of(start, end):
-            offset, size, mask = self._chunks_noted()[chunk]
-            header = os.pread(self._descriptor, CHUNK_HEADER_BYTES, offset)
-            header += os.pread(self._descriptor, 4, offset + CHUNK_HEADER_BYTES + words)
-            if mask or not is_whole_chunk(header, size, words):
-                raise ValueError(f"the chunk of token {chunk[0]}, layer {chunk[1]} is not one of this codec")
-
-    def _chunks_of(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The chunks that have these tokens, by where each begins in the dataset, in the file's order."""
-        tokens = self._states.chunks[0]
-        return product(range(start - start % tokens, end, tokens), range(self.layers), (0,))
-
-    def _chunks_noted(self) -> dict[tuple[int, ...], tuple[int, int, int]]:
-        """Offset in the file, bytes and filter mask of each chunk."""
-        if not self._chunks:
-            self._states.id.chunk_iter(self._note_chunk)
-        return self._chunks
-
-    def _note_chunk(self, chunk: Any) -> None:
-        self._chunks[tuple(chunk.chunk_offset)] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
     def _read_codes(self, row: int, verify: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         key, start, end = self.keys[row], int(self.offsets[row]), int(self.offsets[row + 1])
